@@ -1,0 +1,202 @@
+"""Checkpoints of a run, by Orbax: params and optimizer state as separate items, whole or not there.
+
+A run directory holds config.json, tokenizer/ and checkpoints/STEP/. Reading parameters needs no
+optimizer: the items are read by name.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from transformer_jax.config import ConfigError
+
+FORMAT_VERSION = 1
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run, for writing and reading.
+
+    Args:
+        run_dir: the run directory; made absolute.
+        keep_latest: how many of the latest steps stay.
+        keep_best: how many of the best steps stay besides.
+        best_metric: "bleu" (highest) or "loss" (lowest) of the metrics that came with a save.
+        fingerprint: hash of the tokenizer, saved with each step and compared when reading.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        keep_latest: int,
+        keep_best: int,
+        best_metric: str,
+        fingerprint: str,
+    ) -> None:
+        policies = ocp.training.preservation_policies
+        self._fingerprint = fingerprint
+        self._checkpointer = ocp.training.Checkpointer(
+            checkpoint_root(run_dir),
+            save_decision_policy=_Always(),
+            preservation_policy=policies.AnyPreservationPolicy(
+                [
+                    policies.LatestN(keep_latest),
+                    policies.BestN(
+                        get_metric_fn=_goodness(best_metric),
+                        n=keep_best,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
+            ),
+            cleanup_tmp_directories=True,
+        )
+
+    def save(self, step: int, items: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        """Write items in the background; arrays are copied before this returns."""
+        self._checkpointer.save_checkpointables_async(
+            step,
+            items,
+            force=True,
+            overwrite=True,
+            metrics=metrics,
+            custom_metadata={
+                "format_version": FORMAT_VERSION,
+                "tokenizer": self._fingerprint,
+                "metrics": metrics,
+            },
+        )
+
+    @property
+    def latest_step(self) -> int | None:
+        """The last step that was written whole; None in a fresh run."""
+        latest = self._checkpointer.latest
+        return None if latest is None else latest.step
+
+    def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        """Read items of one step onto the devices that `abstract` names."""
+        path = self._checkpointer.directory / str(step)
+        return load_items(Path(path), abstract, self._fingerprint)
+
+    def close(self) -> None:
+        """Wait until everything is written; errors of the background surface here."""
+        self._checkpointer.wait()
+        self._checkpointer.close()
+
+
+class _Always:
+    """Save whenever asked to: train/loop.py decides when."""
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        return True
+
+
+def checkpoint_root(run_dir: Path) -> Path:
+    """Absolute path of a run's checkpoints."""
+    return Path(run_dir).expanduser().absolute() / "checkpoints"
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """Steps that were written whole, ascending; unfinished ones do not count."""
+    root = checkpoint_root(run_dir)
+    if not root.is_dir():
+        return []
+    return sorted(
+        int(path.name)
+        for path in root.iterdir()
+        if path.name.isdigit() and ocp.is_orbax_checkpoint(path)
+    )
+
+
+def find_step(run_dir: Path, which: str | int, best_metric: str) -> int:
+    """The step that "best", "latest" or a number names. Without any metric best is latest."""
+    steps = steps_of(run_dir)
+    if not steps:
+        raise ConfigError(f"{run_dir}: got no checkpoint, allowed: a run that has saved a step")
+    if which == "latest":
+        return steps[-1]
+    if which == "best":
+        goodness = _goodness(best_metric)
+        scored = []
+        for step in steps:
+            metrics = (_metadata(checkpoint_root(run_dir) / str(step)) or {}).get("metrics")
+            if metrics:
+                scored.append((goodness(metrics), step))
+        return max(scored)[1] if scored else steps[-1]
+    if str(which).isdigit() and int(which) in steps:
+        return int(which)
+    raise ConfigError(f"{run_dir}: got step {which!r}, allowed: best, latest or one of {steps}")
+
+
+def load_params(run_dir: Path, step: int, abstract: Any, fingerprint: str) -> Any:
+    """The parameters of one step, onto the devices that `abstract` names, without the optimizer."""
+    path = checkpoint_root(run_dir) / str(step)
+    return load_items(path, {"params": abstract}, fingerprint)["params"]
+
+
+def load_items(path: Path, abstract: dict[str, Any], fingerprint: str) -> dict[str, Any]:
+    """Read named items of one step.
+
+    Raises:
+        ConfigError: another tokenizer, a newer format, or parameters that are missing, unexpected
+            or of another shape, each by name.
+    """
+    metadata = _metadata(path)
+    version, tokenizer = metadata.get("format_version"), metadata.get("tokenizer")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise ConfigError(f"{path}: got format {version!r}, allowed: up to {FORMAT_VERSION}")
+    if tokenizer != fingerprint:
+        raise ConfigError(
+            f"{path}: got weights of tokenizer {str(tokenizer)[:12]}, "
+            f"allowed: the tokenizer beside them, {fingerprint[:12]}"
+        )
+    saved = ocp.checkpointables_metadata(path).metadata
+    for item, tree in abstract.items():
+        _compare(path, item, saved.get(item), tree)
+    return ocp.load_checkpointables(path, abstract)
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    return dict(ocp.checkpointables_metadata(path).custom_metadata or {})
+
+
+def _goodness(best_metric: str) -> Callable[[Any], float]:
+    sign = 1.0 if best_metric == "bleu" else -1.0
+    return lambda metrics: sign * float(metrics.get(best_metric, -sign * float("inf")))
+
+
+def _compare(path: Path, item: str, saved: Any, wanted: Any) -> None:
+    """List by name what is missing, unexpected or of another shape."""
+    if saved is None:
+        raise ConfigError(f"{path}: got no item {item!r}")
+    have, want = (_shapes(tree) for tree in (saved, wanted))
+    faults = [f"missing {name}" for name in sorted(want.keys() - have.keys())]
+    faults += [f"unexpected {name}" for name in sorted(have.keys() - want.keys())]
+    faults += [
+        f"{name} has shape {have[name]}, the model {want[name]}"
+        for name in sorted(want.keys() & have.keys())
+        if have[name] != want[name]
+    ]
+    if faults:
+        raise ConfigError(f"{path}: {item} does not fit the model: " + "; ".join(faults))
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {
+        ".".join(_key(entry) for entry in keys): tuple(leaf.shape)
+        for keys, leaf in leaves
+        if hasattr(leaf, "shape")
+    }
+
+
+def _key(entry: Any) -> str:
+    """One step of a tree path, by name: a NamedTuple field reads as its name, as Orbax saves it."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)

@@ -1,0 +1,75 @@
+"""The typed command line: a config file, then --section.field VALUE for any field of Config."""
+
+import contextlib
+import importlib.util
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tyro
+
+from transformer_jax.config import Config, ConfigError, check
+
+_BOX = re.compile("[╭╮╰╯│─]+")
+
+
+def load_config_file(spec: str) -> Config:
+    """The Config that a file's get_config() returns; "FILE:ARG" calls get_config("ARG")."""
+    name, _, argument = spec.partition(":")
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"--config: got {name!r}, allowed: a file such as configs/quickstart.py")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ConfigError(f"--config: {name}: has no function get_config")
+    return module.get_config(argument) if argument else module.get_config()
+
+
+def override(config: Config, arguments: Sequence[str], program: str, description: str) -> Config:
+    """The config with the fields that the command line names changed, and checked.
+
+    Raises:
+        ConfigError: an unknown field, a wrong type or an impossible value, in one line.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            parsed = tyro.cli(
+                Config,
+                prog=program,
+                description=description,
+                args=list(arguments),
+                default=config,
+                config=(tyro.conf.FlagConversionOff,),
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_one_line(complaint.getvalue())) from None
+    return check(parsed)
+
+
+def run(main: Callable[[Sequence[str]], int | None]) -> None:
+    """Call main with the arguments; a user's mistake is one line on stderr and exit code 2."""
+    try:
+        code = main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except BrokenPipeError:  # the reader of our output has gone
+        code = 0
+        sys.stderr.close()
+    sys.exit(code or 0)
+
+
+def _one_line(box: str) -> str:
+    """tyro's framed message without the frame and without the help it repeats."""
+    lines = [_BOX.sub("", line).strip() for line in box.splitlines()]
+    lines = [line for line in lines if line]
+    end = next((i for i, line in enumerate(lines) if line.startswith("For full help")), len(lines))
+    return re.sub(r"\s+", " ", " ".join(lines[1:end]))

@@ -1,0 +1,373 @@
+"""The configuration of a run: one frozen tree, each field with its meaning, saved with the run.
+
+Nothing outside this file holds a default for a value that is a field here. Unknown keys, wrong
+types and impossible combinations are errors of one line that name the field.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+FORMAT_VERSION = 1
+
+
+class ConfigError(ValueError):
+    """A user's mistake, said in one line: which field, what was got, what is allowed."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The Transformer of section 3 of the paper; the defaults are its base model."""
+
+    vocab_size: int = 0
+    """Rows of the embedding table; 0: taken from the tokenizer."""
+    d_model: int = 512
+    """Width of the residual stream."""
+    d_ff: int = 2048
+    """Width inside the feed-forward sublayer."""
+    num_heads: int = 8
+    """Attention heads h."""
+    d_k: int = 0
+    """Query and key width of each head; 0: d_model / num_heads."""
+    d_v: int = 0
+    """Value width of each head; 0: d_model / num_heads."""
+    encoder_layers: int = 6
+    """Encoder depth; 0: no encoder, a decoder-only language model."""
+    decoder_layers: int = 6
+    """Decoder depth."""
+    norm_position: Literal["post", "pre"] = "post"
+    """post: LayerNorm(x + Sublayer(x)), the paper; pre: x + Sublayer(LayerNorm(x)), final norm."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Kind of normalisation."""
+    norm_epsilon: float = 1e-6
+    """Added to the variance."""
+    activation: Literal["relu", "gelu", "silu", "swiglu", "geglu"] = "relu"
+    """Feed-forward activation; swiglu and geglu add a gate of the same width."""
+    attention_bias: bool = False
+    """Biases on the four attention projections."""
+    ff_bias: bool = True
+    """Biases in the feed-forward sublayer."""
+    positions: Literal["sinusoidal", "none"] = "sinusoidal"
+    """How order is told."""
+    tied_embeddings: Literal["all", "decoder", "none"] = "all"
+    """all: source, target and output share one table; decoder: target and output do."""
+    embedding_scale: bool = True
+    """Multiply embeddings by sqrt(d_model)."""
+    dropout: float = 0.1
+    """P_drop on the output of each sublayer."""
+    embedding_dropout: float = 0.1
+    """Dropout on the sums of embeddings and positions."""
+    attention_dropout: float = 0.0
+    """Dropout on the attention weights (the paper's first code: none)."""
+    activation_dropout: float = 0.0
+    """Dropout after the feed-forward activation (the paper's first code: none)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations. Parameters, softmax, norm statistics and the loss are float32."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """SentencePiece, trained once on the training text and saved with the run."""
+
+    vocab_size: int = 32000
+    """Number of pieces, special ids included."""
+    kind: Literal["unigram", "bpe"] = "unigram"
+    """Segmentation model."""
+    byte_fallback: bool = True
+    """Write unknown characters as bytes, so that nothing becomes <unk>."""
+    split_digits: bool = False
+    """One piece for each digit: numbers are copied digit by digit."""
+    normalization: Literal["nmt_nfkc", "nfkc", "identity"] = "nmt_nfkc"
+    """SentencePiece's normalisation rule; identity keeps every character."""
+    sample_lines: int = 2_000_000
+    """Training reads at most this many lines of each side, evenly spread."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where sentence pairs come from and how they become batches."""
+
+    source: Literal["text", "tfds", "embedded"] = "text"
+    """text: parallel text files; tfds: a TensorFlow Datasets name; embedded: pip catalogues."""
+    source_lang: str = "en"
+    """Source language; for tfds also the name of the feature."""
+    target_lang: str = "de"
+    """Target language; chooses sacreBLEU's tokenizer."""
+    train_source: tuple[str, ...] = ()
+    """text: training files, source side, one sentence a line."""
+    train_target: tuple[str, ...] = ()
+    """text: training files, target side, line by line beside the source."""
+    valid_source: tuple[str, ...] = ()
+    """text: validation files, source side."""
+    valid_target: tuple[str, ...] = ()
+    """text: validation files, target side."""
+    test_source: tuple[str, ...] = ()
+    """text: test files, source side; scored once when training ends."""
+    test_target: tuple[str, ...] = ()
+    """text: test files, target side."""
+    tfds_name: str = ""
+    """tfds: builder and config, such as wmt14_translate/de-en."""
+    tfds_dir: str = ""
+    """tfds: data directory; empty: the default of TFDS."""
+    tfds_train_split: str = "train"
+    """tfds: split to train on."""
+    tfds_valid_split: str = "validation"
+    """tfds: split to validate on."""
+    tfds_test_split: str = "test"
+    """tfds: split to test on; empty: none."""
+    cldr_train_pairs: int = 20_000
+    """embedded: number of generated date, unit, currency and list pairs."""
+    max_source_tokens: int = 256
+    """Training pairs with more source tokens, EOS included, are dropped and counted."""
+    max_target_tokens: int = 256
+    """Training pairs with more target tokens, EOS included, are dropped and counted."""
+    global_batch_tokens: int = 25_000
+    """Slots a batch may hold on each side, padding included, over all devices."""
+    num_buckets: int = 8
+    """Batch shapes; their edges are chosen from the lengths of the data."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Section 5.3 of the paper."""
+
+    name: Literal["adam", "adamw"] = "adam"
+    """Optax optimizer."""
+    b1: float = 0.9
+    b2: float = 0.98
+    epsilon: float = 1e-9
+    weight_decay: float = 0.0
+    """adamw only."""
+    schedule: Literal["noam", "cosine", "constant"] = "noam"
+    """noam: factor * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5)."""
+    learning_rate: float = 1.0
+    """noam: the factor; otherwise the peak learning rate."""
+    warmup_steps: int = 4000
+    """Linear warm-up."""
+    clip_norm: float = 0.0
+    """Clip the global gradient norm to this; 0: never."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how often, and what is optimised."""
+
+    steps: int = 100_000
+    """Optimizer updates."""
+    label_smoothing: float = 0.1
+    """Probability mass moved from the reference token to all others, evenly."""
+    eval_every_steps: int = 2500
+    """Validation loss and BLEU; also at the last step. 0: only at the last step."""
+    eval_bleu_sentences: int = 500
+    """Validation sentences translated for BLEU at each evaluation; 0: loss only."""
+    checkpoint_every_steps: int = 1000
+    """Save the whole state; also at evaluations, at the end and on a signal. 0: only then."""
+    keep_checkpoints: int = 5
+    """Latest checkpoints kept."""
+    keep_best: int = 1
+    """Best checkpoints kept besides."""
+    best_metric: Literal["bleu", "loss"] = "loss"
+    """What best means: highest validation BLEU or lowest validation loss."""
+    log_every_steps: int = 50
+    """Lines in metrics.jsonl and TensorBoard."""
+    init_from: str = ""
+    """Run directory whose parameters and tokenizer this run starts from."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Section 6.1 of the paper; used for validation BLEU and as the defaults of Translator."""
+
+    beam_size: int = 4
+    """Hypotheses kept for each sentence; 1: greedy."""
+    length_penalty: float = 0.6
+    """alpha in ((5 + length) / 6) ** alpha."""
+    max_extra_tokens: int = 50
+    """A translation may be this much longer than its source, in tokens."""
+    batch_tokens: int = 4096
+    """Source slots in one decode batch."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the device mesh; one may be -1: all remaining devices."""
+
+    data: int = -1
+    fsdp: int = 1
+    model: int = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    seed: int = 0
+    """Initial parameters, data order and dropout all follow from it."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+
+# Fields that may differ when a run goes on: they change when things happen, not what is computed.
+RESUMABLE = (
+    "train.steps",
+    "train.eval_every_steps",
+    "train.eval_bleu_sentences",
+    "train.checkpoint_every_steps",
+    "train.keep_checkpoints",
+    "train.keep_best",
+    "train.best_metric",
+    "train.log_every_steps",
+    "decode",
+    "mesh",
+)
+
+
+_POSITIVE = {
+    "model": "d_model d_ff num_heads decoder_layers norm_epsilon",
+    "tokenizer": "vocab_size sample_lines",
+    "data": "max_source_tokens max_target_tokens global_batch_tokens num_buckets",
+    "train": "steps log_every_steps keep_checkpoints",
+    "decode": "beam_size batch_tokens",
+}
+_NOT_NEGATIVE = {
+    "model": "vocab_size encoder_layers d_k d_v",
+    "data": "cldr_train_pairs",
+    "train": "eval_every_steps eval_bleu_sentences checkpoint_every_steps keep_best",
+    "optimizer": "learning_rate warmup_steps clip_norm weight_decay",
+    "decode": "max_extra_tokens",
+}
+
+
+def flag(path: str) -> str:
+    """The command line's spelling of a field: train.log_every_steps -> --train.log-every-steps."""
+    return "--" + path.replace("_", "-")
+
+
+def check(config: Config) -> Config:
+    """Refuse sizes that cannot work, before anything is read or compiled."""
+    model, data, train = config.model, config.data, config.train
+
+    def require(condition: bool, path: str, allowed: str) -> None:
+        if not condition:
+            got = config
+            for name in path.split("."):
+                got = getattr(got, name)
+            raise ConfigError(f"{flag(path)}: got {got!r}, allowed: {allowed}")
+
+    for section, names in _POSITIVE.items():
+        for name in names.split():
+            value = getattr(getattr(config, section), name)
+            require(value > 0, f"{section}.{name}", "a positive number")
+    for section, names in _NOT_NEGATIVE.items():
+        for name in names.split():
+            value = getattr(getattr(config, section), name)
+            require(value >= 0, f"{section}.{name}", "0 or more")
+    for name in ("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"):
+        require(0 <= getattr(model, name) < 1, f"model.{name}", "0 up to, not including, 1")
+    require(0 <= train.label_smoothing < 1, "train.label_smoothing", "0 up to, not including, 1")
+    if not (model.d_k and model.d_v):
+        require(
+            model.d_model % model.num_heads == 0,
+            "model.num_heads",
+            f"a divisor of --model.d-model ({model.d_model}), or set --model.d-k and --model.d-v",
+        )
+    if model.positions == "sinusoidal":
+        require(model.d_model % 2 == 0, "model.d_model", "an even number (sinusoidal positions)")
+    for side, longest in (("source", data.max_source_tokens), ("target", data.max_target_tokens)):
+        require(
+            data.global_batch_tokens >= longest,
+            "data.global_batch_tokens",
+            f"at least --data.max-{side}-tokens ({longest}), so that one such pair fits",
+        )
+    sizes = dataclasses.asdict(config.mesh)
+    for name, size in sizes.items():
+        require(size == -1 or size > 0, f"mesh.{name}", "a positive number, or -1 for the rest")
+    if list(sizes.values()).count(-1) > 1:
+        raise ConfigError(f"--mesh: got {sizes}, allowed: -1 for one axis only")
+    return config
+
+
+def to_json(config: Config) -> str:
+    """The text of config.json: every field, and the version of this format."""
+    tree = {"format_version": FORMAT_VERSION, **dataclasses.asdict(config)}
+    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+
+
+def from_json(text: str, where: str = "config.json") -> Config:
+    """Read what to_json wrote. Unknown keys and wrong types are errors; absent keys take defaults.
+
+    Raises:
+        ConfigError: names the file and the field.
+    """
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}:{error.lineno}: not JSON ({error.msg})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where}: got {type(tree).__name__}, allowed: an object")
+    version = tree.pop("format_version", None)
+    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        raise ConfigError(
+            f"{where}: format_version: got {version!r}, allowed: 1 to {FORMAT_VERSION}"
+        )
+    return check(_build(Config, tree, where, ""))
+
+
+def load(path: Path) -> Config:
+    """The Config saved in a run directory's config.json."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file, so this is not a run directory") from None
+    return from_json(text, str(path))
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Fields in which two configurations differ: dotted name -> (old, new)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for item in dataclasses.fields(old):
+        path, a, b = prefix + item.name, getattr(old, item.name), getattr(new, item.name)
+        if dataclasses.is_dataclass(a):
+            found |= differences(a, b, path + ".")
+        elif a != b:
+            found[path] = (a, b)
+    return found
+
+
+def _build(cls: type, tree: dict[str, Any], where: str, prefix: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(tree) - set(hints))
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {prefix + unknown[0]!r}")
+    return cls(**{k: _value(hints[k], v, where, prefix + k) for k, v in tree.items()})
+
+
+def _value(hint: Any, value: Any, where: str, path: str) -> Any:
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return _build(typing.cast(type, hint), value, where, path + ".")
+    if origin is Literal:
+        if value in typing.get_args(hint):
+            return value
+    elif origin is tuple and isinstance(value, list):
+        inner = typing.get_args(hint)[0]
+        return tuple(_value(inner, v, where, path) for v in value)
+    elif origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        return _value(typing.get_args(hint)[0], value, where, path)
+    elif hint is float and type(value) in (int, float):
+        return float(value)
+    elif isinstance(hint, type) and type(value) is hint:
+        return value
+    allowed = typing.get_args(hint) if origin is Literal else getattr(hint, "__name__", hint)
+    raise ConfigError(f"{where}: {path}: got {value!r}, allowed: {allowed}")

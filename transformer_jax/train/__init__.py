@@ -1,0 +1,1 @@
+"""Logits in, next state out: loss.py, optimizer.py, state.py, step.py, and loop.py above them."""

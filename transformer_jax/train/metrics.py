@@ -1,0 +1,80 @@
+"""What a run tells: metrics.jsonl, TensorBoard, and progress on stderr."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import rich.progress
+from tensorboardX import SummaryWriter
+
+
+class MetricsLog:
+    """metrics.jsonl (one object a line) and TensorBoard of a run.
+
+    Args:
+        run_dir: the run directory.
+        first: the step that the run goes on from; later lines of an earlier try are dropped.
+    """
+
+    def __init__(self, run_dir: Path, first: int) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        kept = []
+        if self._path.exists():
+            for line in self._path.read_text(encoding="utf-8").split("\n"):
+                try:
+                    if json.loads(line)["step"] <= first:
+                        kept.append(line + "\n")
+                except (ValueError, KeyError):  # a line cut off by a kill
+                    continue
+        self._path.write_text("".join(kept), encoding="utf-8")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first or None)
+
+    def write(self, step: int, part: str, values: dict[str, float]) -> None:
+        """One line, safe on disk."""
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "part": part, **values}) + "\n")
+        for name, value in values.items():
+            self._board.add_scalar(f"{part}/{name}", value, step)
+        self._board.flush()
+
+
+class Progress:
+    """A bar on a terminal, plain lines elsewhere; both on stderr."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self._console = rich.console.Console(stderr=True)
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step"),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn("{task.fields[status]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=last, completed=first, status="compiling")
+        self._last = last
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
+
+    def update(self, step: int, values: dict[str, float]) -> None:
+        """The state of training after a step."""
+        status = (
+            f"loss {values['loss']:.3f}  accuracy {values['teacher_forced_accuracy']:.1%}  "
+            f"lr {values['learning_rate']:.1e}  {values['target_tokens_per_sec']:.0f} tokens/s"
+        )
+        self._bar.update(self._task, completed=step, status=status)
+        if not self._console.is_terminal:
+            print(f"step {step}/{self._last}  {status}", file=sys.stderr, flush=True)
+
+    def note(self, step: int, values: dict[str, float]) -> None:
+        """The outcome of an evaluation, as a line that stays."""
+        text = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
+        self._console.print(f"step {step} validation: {text}", highlight=False)

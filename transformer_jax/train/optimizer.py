@@ -1,0 +1,44 @@
+"""Optimizer and learning rate (section 5.3)."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from transformer_jax.config import Config
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """Learning rate as a function of the number of updates already made, 0, 1, 2, ...
+
+    noam is the paper's: factor * d_model^-0.5 * min(s^-0.5, s * warmup^-1.5) with s = count + 1,
+    so the first update already moves.
+    """
+    c = config.optimizer
+    scale = c.learning_rate
+    if c.schedule == "noam":
+        scale *= config.model.d_model**-0.5
+
+    def schedule(count: jax.Array) -> jax.Array:
+        s = jnp.asarray(count, jnp.float32) + 1.0
+        warm = jnp.minimum(1.0, s / max(c.warmup_steps, 1))
+        if c.schedule == "noam":
+            return scale * warm / jnp.sqrt(jnp.maximum(s, c.warmup_steps))
+        if c.schedule == "constant":
+            return scale * warm
+        span = max(config.train.steps - c.warmup_steps, 1)
+        done = jnp.clip((s - c.warmup_steps) / span, 0.0, 1.0)
+        return scale * warm * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+
+    return schedule
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """The configured Optax optimizer, gradient clipping first."""
+    c = config.optimizer
+    if c.name == "adamw":
+        update = optax.adamw(
+            learning_rate(config), c.b1, c.b2, c.epsilon, weight_decay=c.weight_decay
+        )
+    else:
+        update = optax.adam(learning_rate(config), c.b1, c.b2, c.epsilon)
+    return optax.chain(optax.clip_by_global_norm(c.clip_norm), update) if c.clip_norm else update
