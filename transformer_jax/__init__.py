@@ -1,1 +1,55 @@
-"""transformer_jax"""
+"""The Transformer of "Attention Is All You Need" in JAX and Flax: train it, restore it, translate.
+
+    types.py        the legend of letters; Batch, Metrics, Translation
+    config.py       one frozen tree of fields, checked, saved as strict JSON
+    sharding.py     the device mesh, and the rules from axis names to mesh axes
+    checkpoint.py   Orbax items by name, whole or not there
+    data/           text -> Batch            tokenizer, sources, batching, pipeline
+    model/          Batch -> logits          masks, attention, layers, transformer
+    train/          logits -> next state     loss, optimizer, state, step; loop above them
+    decode/         logits -> ids -> text    search, engine, translator
+    evaluate.py     token loss, sacreBLEU, chrF
+    plan.py         what a run will need, without an accelerator
+    __main__.py     python -m transformer_jax translate | score | evaluate | plan | ...
+
+Names are resolved when they are first used, so that importing a part loads only that part.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformer_jax.config import Config, ConfigError
+    from transformer_jax.decode.search import beam_search, greedy_search
+    from transformer_jax.decode.translator import Translator
+    from transformer_jax.model.transformer import Model
+    from transformer_jax.types import Score, Translation
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "config",
+    "ConfigError": "config",
+    "Model": "model.transformer",
+    "Score": "types",
+    "Translation": "types",
+    "Translator": "decode.translator",
+    "beam_search": "decode.search",
+    "greedy_search": "decode.search",
+}
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Model",
+    "Score",
+    "Translation",
+    "Translator",
+    "beam_search",
+    "greedy_search",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
@@ -18,7 +19,11 @@ _CHUNK_LINES = 2048
 def main(arguments: Sequence[str]) -> int:
     """Run one command."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command is not plan:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.fields = rest
     return options.command(options)
 
 
@@ -82,6 +87,17 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+def plan(options: argparse.Namespace) -> int:
+    """What a config needs, as JSON: parameters by part, size of a checkpoint."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take an accelerator from a run
+    from transformer_jax.plan import plan as make_plan
+
+    config = command_line.load_config_file(options.config)
+    config = command_line.override(config, options.fields, "plan --config FILE", "Plan a run")
+    print(json.dumps(make_plan(config), indent=2))
+    return 0
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(message)
@@ -122,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     searches(added)
     added.add_argument("--source", required=True, help="file")
     added.add_argument("--reference", required=True, help="file")
+    added = command(plan, "what a config needs, without an accelerator")
+    added.add_argument("--config", required=True, help="file; any --section.field VALUE may follow")
     return parser
 
 

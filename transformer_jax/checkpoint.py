@@ -7,7 +7,7 @@ optimizer: the items are read by name.
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -40,35 +40,33 @@ class Checkpoints:
     ) -> None:
         policies = ocp.training.preservation_policies
         self._fingerprint = fingerprint
+        latest = policies.LatestN(keep_latest)
+        best = policies.BestN(
+            get_metric_fn=_goodness(best_metric),
+            n=keep_best,
+            keep_checkpoints_without_metrics=False,
+        )
         self._checkpointer = ocp.training.Checkpointer(
-            checkpoint_root(run_dir),
+            str(checkpoint_root(run_dir)),
             save_decision_policy=_Always(),
-            preservation_policy=policies.AnyPreservationPolicy(
-                [
-                    policies.LatestN(keep_latest),
-                    policies.BestN(
-                        get_metric_fn=_goodness(best_metric),
-                        n=keep_best,
-                        keep_checkpoints_without_metrics=False,
-                    ),
-                ]
-            ),
+            preservation_policy=cast(Any, policies.AnyPreservationPolicy([latest, best])),
             cleanup_tmp_directories=True,
         )
 
     def save(self, step: int, items: dict[str, Any], metrics: dict[str, float] | None) -> None:
         """Write items in the background; arrays are copied before this returns."""
+        metadata = {
+            "format_version": FORMAT_VERSION,
+            "tokenizer": self._fingerprint,
+            "metrics": metrics,
+        }
         self._checkpointer.save_checkpointables_async(
             step,
             items,
             force=True,
             overwrite=True,
-            metrics=metrics,
-            custom_metadata={
-                "format_version": FORMAT_VERSION,
-                "tokenizer": self._fingerprint,
-                "metrics": metrics,
-            },
+            metrics=cast(Any, metrics),
+            custom_metadata=cast(Any, metadata),
         )
 
     @property
@@ -108,7 +106,7 @@ def steps_of(run_dir: Path) -> list[int]:
     return sorted(
         int(path.name)
         for path in root.iterdir()
-        if path.name.isdigit() and ocp.is_orbax_checkpoint(path)
+        if path.name.isdigit() and ocp.is_orbax_checkpoint(str(path))
     )
 
 
@@ -154,14 +152,14 @@ def load_items(path: Path, abstract: dict[str, Any], fingerprint: str) -> dict[s
             f"{path}: got weights of tokenizer {str(tokenizer)[:12]}, "
             f"allowed: the tokenizer beside them, {fingerprint[:12]}"
         )
-    saved = ocp.checkpointables_metadata(path).metadata
+    saved = ocp.checkpointables_metadata(str(path)).metadata
     for item, tree in abstract.items():
         _compare(path, item, saved.get(item), tree)
-    return ocp.load_checkpointables(path, abstract)
+    return ocp.load_checkpointables(str(path), abstract)
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    return dict(ocp.checkpointables_metadata(path).custom_metadata or {})
+    return cast(dict, ocp.checkpointables_metadata(str(path)).custom_metadata) or {}
 
 
 def _goodness(best_metric: str) -> Callable[[Any], float]:

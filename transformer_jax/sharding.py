@@ -4,6 +4,7 @@ The model names the axes of each parameter; this file alone knows what a name me
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ RULES: dict[str, str | None] = {
 BATCH_AXES = ("data", "fsdp")
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The device mesh of the configured sizes.
 
     Raises:

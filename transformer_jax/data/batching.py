@@ -34,7 +34,9 @@ class Bucket(NamedTuple):
     tgt_length: int
 
 
-def keep(lengths: np.ndarray, max_source: int, max_target: int) -> tuple[np.ndarray, dict]:
+def keep(
+    lengths: np.ndarray, max_source: int, max_target: int
+) -> tuple[np.ndarray, dict[str, int]]:
     """Which pairs to train on: a pair goes as a whole, by the first reason that holds.
 
     Args:
@@ -45,8 +47,8 @@ def keep(lengths: np.ndarray, max_source: int, max_target: int) -> tuple[np.ndar
     Returns:
         bool [pairs], and how many were dropped for each reason.
     """
-    empty = (lengths <= 1).any(1)
-    too_long = (lengths > (max_source, max_target)).any(1) & ~empty
+    empty = np.any(lengths <= 1, axis=1)
+    too_long = np.any(lengths > (max_source, max_target), axis=1) & ~empty
     return ~(empty | too_long), {"empty": int(empty.sum()), "too long": int(too_long.sum())}
 
 

@@ -1,8 +1,8 @@
 """Sentence pairs: from parallel text files, TFDS, or installed catalogues."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from transformer_jax.config import ConfigError, DataConfig, flag
 from transformer_jax.types import Pair
@@ -12,8 +12,8 @@ class Splits(NamedTuple):
     """What a run reads. Held-out parts have names; a run without any has empty dicts."""
 
     train: Sequence[Pair]
-    valid: dict[str, Sequence[Pair]]
-    test: dict[str, Sequence[Pair]]
+    valid: Mapping[str, Sequence[Pair]]
+    test: Mapping[str, Sequence[Pair]]
 
 
 def load_splits(config: DataConfig) -> Splits:
@@ -41,7 +41,9 @@ def load_splits(config: DataConfig) -> Splits:
 
 
 def read_lines(path: str | Path | int) -> Iterator[str]:
-    r"""Lines of a UTF-8 file (or file descriptor), split on "\n" only; a byte order mark and "\r\n" are understood.
+    r"""Lines of a UTF-8 file or file descriptor, split on "\n" only.
+
+    A byte order mark at the start and "\r\n" are understood.
 
     Raises:
         ConfigError: names file and line of bytes that are not UTF-8, or the missing file.
@@ -109,7 +111,9 @@ class _TfdsPairs(Sequence[Pair]):
 
 
 def _tfds_splits(config: DataConfig) -> Splits:
-    import tensorflow_datasets as tfds  # slow to import, and needed by this source alone
+    # Slow to import, and needed by this source alone. The second line registers WMT and the like.
+    import tensorflow_datasets as tfds
+    import tensorflow_datasets.translate
 
     try:
         builder = tfds.builder(
@@ -118,11 +122,12 @@ def _tfds_splits(config: DataConfig) -> Splits:
     except (tfds.core.DatasetNotFoundError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(f"--data.tfds-name: got {config.tfds_name!r}: {first}") from None
-    missing = {config.source_lang, config.target_lang} - set(builder.info.features or {})
+    features = sorted(cast(dict, builder.info.features))
+    missing = {config.source_lang, config.target_lang} - set(features)
     if missing:
         raise ConfigError(
             f"--data.source-lang, --data.target-lang: got {sorted(missing)}, allowed: two of the "
-            f"features of {config.tfds_name}: {sorted(builder.info.features or {})}"
+            f"features of {config.tfds_name}: {features}"
         )
     try:
         builder.download_and_prepare()
@@ -139,7 +144,7 @@ def _tfds_splits(config: DataConfig) -> Splits:
             raise ConfigError(
                 f"--data.tfds-*-split: got {split!r}, allowed: {sorted(builder.info.splits)}"
             )
-        records = builder.as_data_source(split=split)
+        records = cast(Any, builder).as_data_source(split=split)
         return _TfdsPairs(records, config.source_lang, config.target_lang)
 
     valid, test = config.tfds_valid_split, config.tfds_test_split

@@ -6,6 +6,7 @@ sharding.py how the parameter is spread; nothing else here knows of devices.
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import flax.linen as nn
 import jax
@@ -32,7 +33,8 @@ def declare(
     module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> jax.Array:
     """One float32 parameter with its logical axis names."""
-    return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+    boxed = nn.with_logical_partitioning(init, axes)
+    return cast(jax.Array, module.param(name, boxed, shape, jnp.float32))
 
 
 def dense(x: jax.Array, kernel: jax.Array, contract: int = 1) -> jax.Array:
@@ -282,7 +284,7 @@ class DecoderLayer(nn.Module):
         """The three sublayers in the order of Figure 1."""
         c = self.config
         x = residual(c, x, attend_self, self.self_attention_norm, _site(drop, SELF_ATTENTION))
-        if cross is not None:
+        if cross is not None and cross_mask is not None:
             site = _site(drop, CROSS_ATTENTION)
             attend = lambda y: self.cross_attention.attend(y, *cross, cross_mask, site)
             x = residual(c, x, attend, self.cross_attention_norm, site)

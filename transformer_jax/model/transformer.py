@@ -101,7 +101,7 @@ class Transformer(nn.Module):
         if tgt_segments is None:
             tgt_segments = jnp.ones_like(tgt_in_ids)
         memory = cross_mask = None
-        if self.config.encoder_layers:
+        if src_ids is not None:
             if src_segments is None:
                 src_segments = jnp.ones_like(src_ids)
             memory = self.encode_segments(src_ids, src_segments, src_positions, drop)

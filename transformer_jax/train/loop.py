@@ -53,7 +53,7 @@ def train(config: Config, workdir: Path) -> int:
     with _StopSignal() as stop:
         finished = run.to_the_end(stop)
     if not finished:
-        return 128 + int(stop.number)
+        return 128 + (stop.number or 0)
     run.final_report()
     return 0
 
@@ -234,7 +234,7 @@ class _Window:
             "nll": total.nll / tokens,
             "teacher_forced_accuracy": total.correct / tokens,
             "grad_norm": total.grad_norm / total.updates,
-            "learning_rate": float(self._schedule(step - 1)),
+            "learning_rate": float(np.asarray(self._schedule(step - 1))),
             "target_tokens_per_sec": total.tokens / (now - self._start),
             "steps_per_sec": total.updates / (now - self._start),
         }
@@ -340,7 +340,7 @@ def _due(step: int, every: int, last: int) -> bool:
 def _announce(mesh: Mesh) -> None:
     """First line of every run: where it runs, and on what versions."""
     import flax
-    import jaxlib
+    import jaxlib.version
 
     device = mesh.devices.flat[0]
     shape = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
@@ -351,7 +351,7 @@ def _announce(mesh: Mesh) -> None:
         device.device_kind,
         shape,
         jax.__version__,
-        jaxlib.__version__,
+        jaxlib.version.__version__,
         flax.__version__,
         optax.__version__,
     )

@@ -10,6 +10,7 @@ function: the gradient is taken chunk by chunk in the forward pass, and [tokens,
 """
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -39,21 +40,22 @@ def smoothed_cross_entropy(
     Returns:
         Metrics; `loss` is differentiable in hidden and table, the others are not.
     """
-    loss, rest = _summed(hidden, table, targets, weights.astype(jnp.float32), label_smoothing)
-    nll, correct = (lax.stop_gradient(x) for x in rest)
-    one = jnp.ones((), jnp.float32)
-    return Metrics(loss, nll, correct, weights.sum(dtype=jnp.float32), jnp.zeros(()), one)
+    weights = weights.astype(jnp.float32)
+    sums = _summed(hidden, table, targets, weights, label_smoothing)
+    loss, nll, correct = cast(tuple[jax.Array, ...], sums)
+    nll, correct = lax.stop_gradient((nll, correct))
+    return Metrics(loss, nll, correct, weights.sum(dtype=jnp.float32), jnp.zeros(()), jnp.ones(()))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _summed(hidden, table, targets, weights, eps):
     total, _ = _scan(hidden, table, targets, weights, eps, with_gradient=False)
-    return total[0], total[1:]
+    return total
 
 
 def _forward(hidden, table, targets, weights, eps):
     total, gradients = _scan(hidden, table, targets, weights, eps, with_gradient=True)
-    return (total[0], total[1:]), gradients
+    return total, gradients
 
 
 def _backward(eps, gradients, cotangent):

@@ -1,5 +1,7 @@
 """Optimizer and learning rate (section 5.3)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,7 +20,7 @@ def learning_rate(config: Config) -> optax.Schedule:
     if c.schedule == "noam":
         scale *= config.model.d_model**-0.5
 
-    def schedule(count: jax.Array) -> jax.Array:
+    def schedule(count: Any) -> jax.Array:
         s = jnp.asarray(count, jnp.float32) + 1.0
         warm = jnp.minimum(1.0, s / max(c.warmup_steps, 1))
         if c.schedule == "noam":

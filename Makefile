@@ -1,0 +1,46 @@
+# make train: set up, train on embedded real text in minutes, evaluate, show how to translate.
+# make test:  set up, lint, test.
+# PYTHON=python3.12 chooses the interpreter that .venv is made with.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/quickstart.py
+WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
+VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
+READY := $(VENV)/ready-$(VERSION)
+
+.PHONY: setup train test test-all lint format clean
+
+setup: $(READY)
+
+$(READY): requirements.txt requirements-dev.txt requirements-quickstart.txt
+	@$(PYTHON) -c "import sys; ok = (3, 11) <= sys.version_info < (3, 14); \
+	    sys.exit(0 if ok else 'PYTHON=$(PYTHON): got Python $(VERSION), allowed: 3.11 to 3.13')"
+	test -x $(BIN)/python && $(BIN)/python -c "import sys; \
+	    sys.exit('%d.%d' % sys.version_info[:2] != '$(VERSION)')" || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    -r requirements-quickstart.txt
+	rm -f $(VENV)/ready-*
+	touch $@
+
+train: $(READY)
+	$(BIN)/python train.py --config $(CONFIG) --workdir $(WORKDIR) $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright --level error
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: lint
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest -q $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
