@@ -47,7 +47,7 @@ def tiny_run(tmp_path) -> Config:
         (tmp_path / f"valid.{name}").write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
     return Config(
         model=ModelConfig(d_model=32, d_ff=64, num_heads=4, encoder_layers=1, decoder_layers=1),
-        tokenizer=TokenizerConfig(vocab_size=300),
+        tokenizer=TokenizerConfig(vocab_size=285),
         data=DataConfig(
             train_source=(str(tmp_path / "train.en"),),
             train_target=(str(tmp_path / "train.de"),),

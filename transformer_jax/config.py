@@ -5,9 +5,12 @@ types and impossible combinations are errors of one line that name the field.
 """
 
 import dataclasses
+import functools
 import json
+import math
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +34,8 @@ class ModelConfig:
     """Width inside the feed-forward sublayer."""
     num_heads: int = 8
     """Attention heads h."""
+    num_kv_heads: int = 0
+    """Key and value heads, shared by groups of heads (1: multi-query); 0: num_heads."""
     d_k: int = 0
     """Query and key width of each head; 0: d_model / num_heads."""
     d_v: int = 0
@@ -47,16 +52,38 @@ class ModelConfig:
     """Added to the variance."""
     activation: Literal["relu", "gelu", "silu", "swiglu", "geglu"] = "relu"
     """Feed-forward activation; swiglu and geglu add a gate of the same width."""
+    attention: Literal["softmax", "linear"] = "softmax"
+    """Self-attention; linear: the kernelised one, in time linear in the length."""
+    attention_window: int = 0
+    """Self-attention sees only positions less than this away (sparse attention); 0: all."""
+    attention_implementation: Literal["auto", "plain", "blockwise", "cudnn", "tpu"] = "auto"
+    """How softmax attention is computed; the result is the same."""
     attention_bias: bool = False
     """Biases on the four attention projections."""
     ff_bias: bool = True
     """Biases in the feed-forward sublayer."""
-    positions: Literal["sinusoidal", "none"] = "sinusoidal"
-    """How order is told."""
+    logits_bias: bool = False
+    """A bias for each token of the vocabulary."""
+    positions: Literal["sinusoidal", "learned", "rotary", "relative", "none"] = "sinusoidal"
+    """How order is told; relative: the bias of T5."""
+    sinusoid_order: Literal["interleaved", "concatenated"] = "interleaved"
+    """interleaved: sin, cos, sin, ... as in the paper; concatenated: all sines first."""
+    sinusoid_exponent: Literal["2i/d", "i/(d/2-1)"] = "2i/d"
+    """Frequency i is 10000 to the minus this; the authors' code has the second."""
+    max_positions: int = 512
+    """learned: rows of the position tables, and so the longest sequence."""
+    rotary_base: float = 10_000.0
+    """rotary: frequencies are this to the power -2i / d_k."""
+    relative_buckets: int = 32
+    """relative: distances are told apart by so many learned numbers for each head."""
+    relative_max_distance: int = 128
+    """relative: all distances from here on are alike."""
     tied_embeddings: Literal["all", "decoder", "none"] = "all"
     """all: source, target and output share one table; decoder: target and output do."""
     embedding_scale: bool = True
     """Multiply embeddings by sqrt(d_model)."""
+    init: Literal["paper", "depth_scaled"] = "paper"
+    """paper: Glorot; depth_scaled: layer l divided by sqrt(l), for deep post-norm stacks."""
     dropout: float = 0.1
     """P_drop on the output of each sublayer."""
     embedding_dropout: float = 0.1
@@ -135,7 +162,7 @@ class DataConfig:
 class OptimizerConfig:
     """Section 5.3 of the paper."""
 
-    name: Literal["adam", "adamw"] = "adam"
+    name: Literal["adam", "adamw", "muon"] = "adam"
     """Optax optimizer."""
     b1: float = 0.9
     b2: float = 0.98
@@ -226,24 +253,32 @@ RESUMABLE = (
     "train.keep_best",
     "train.best_metric",
     "train.log_every_steps",
+    "model.attention_implementation",
     "decode",
     "mesh",
 )
 
 
 _POSITIVE = {
-    "model": "d_model d_ff num_heads decoder_layers norm_epsilon",
+    "model": "d_model d_ff num_heads decoder_layers norm_epsilon max_positions rotary_base "
+    "relative_max_distance",
+    "optimizer": "epsilon",
     "tokenizer": "vocab_size sample_lines",
     "data": "max_source_tokens max_target_tokens global_batch_tokens num_buckets",
     "train": "steps log_every_steps keep_checkpoints",
     "decode": "beam_size batch_tokens",
 }
 _NOT_NEGATIVE = {
-    "model": "vocab_size encoder_layers d_k d_v",
+    "model": "vocab_size encoder_layers d_k d_v num_kv_heads attention_window",
     "data": "cldr_train_pairs",
     "train": "eval_every_steps eval_bleu_sentences checkpoint_every_steps keep_best",
     "optimizer": "learning_rate warmup_steps clip_norm weight_decay",
     "decode": "max_extra_tokens",
+}
+_BELOW_ONE = {
+    "model": "dropout embedding_dropout attention_dropout activation_dropout",
+    "optimizer": "b1 b2",
+    "train": "label_smoothing",
 }
 
 
@@ -254,34 +289,39 @@ def flag(path: str) -> str:
 
 def check(config: Config) -> Config:
     """Refuse sizes that cannot work, before anything is read or compiled."""
-    model, data, train = config.model, config.data, config.train
+    model, data = config.model, config.data
+
+    def value_of(path: str) -> Any:
+        return functools.reduce(getattr, path.split("."), config)
 
     def require(condition: bool, path: str, allowed: str) -> None:
         if not condition:
-            got = config
-            for name in path.split("."):
-                got = getattr(got, name)
-            raise ConfigError(f"{flag(path)}: got {got!r}, allowed: {allowed}")
+            raise ConfigError(f"{flag(path)}: got {value_of(path)!r}, allowed: {allowed}")
 
-    for section, names in _POSITIVE.items():
-        for name in names.split():
-            value = getattr(getattr(config, section), name)
-            require(value > 0, f"{section}.{name}", "a positive number")
-    for section, names in _NOT_NEGATIVE.items():
-        for name in names.split():
-            value = getattr(getattr(config, section), name)
-            require(value >= 0, f"{section}.{name}", "0 or more")
-    for name in ("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"):
-        require(0 <= getattr(model, name) < 1, f"model.{name}", "0 up to, not including, 1")
-    require(0 <= train.label_smoothing < 1, "train.label_smoothing", "0 up to, not including, 1")
+    for section in dataclasses.fields(config):
+        tree = value_of(section.name)
+        for item in dataclasses.fields(tree) if dataclasses.is_dataclass(tree) else ():
+            path = f"{section.name}.{item.name}"
+            value = value_of(path)
+            require(not isinstance(value, float) or math.isfinite(value), path, "a finite number")
+    require(0 <= config.seed < 2**31, "seed", f"0 to {2**31 - 1}")
+    for path in _paths(_POSITIVE):
+        require(value_of(path) > 0, path, "a positive number")
+    for path in _paths(_NOT_NEGATIVE):
+        require(value_of(path) >= 0, path, "0 or more")
+    for path in _paths(_BELOW_ONE):
+        require(0 <= value_of(path) < 1, path, "0 up to, not including, 1")
     if not (model.d_k and model.d_v):
         require(
             model.d_model % model.num_heads == 0,
             "model.num_heads",
             f"a divisor of --model.d-model ({model.d_model}), or set --model.d-k and --model.d-v",
         )
-    if model.positions == "sinusoidal":
-        require(model.d_model % 2 == 0, "model.d_model", "an even number (sinusoidal positions)")
+    _check_attention(model, require)
+    if model.positions == "learned":
+        longest = max(data.max_source_tokens, data.max_target_tokens)
+        enough = f"at least {longest}, the longest training sequence (learned positions)"
+        require(model.max_positions >= longest, "model.max_positions", enough)
     for side, longest in (("source", data.max_source_tokens), ("target", data.max_target_tokens)):
         require(
             data.global_batch_tokens >= longest,
@@ -294,6 +334,35 @@ def check(config: Config) -> Config:
     if list(sizes.values()).count(-1) > 1:
         raise ConfigError(f"--mesh: got {sizes}, allowed: -1 for one axis only")
     return config
+
+
+def _check_attention(model: ModelConfig, require: Callable[[bool, str, str], None]) -> None:
+    """Sizes that the kind of positions and of attention ask for."""
+    heads, key_heads = model.num_heads, model.num_kv_heads or model.num_heads
+    require(heads % key_heads == 0, "model.num_kv_heads", f"a divisor of {heads}, the heads")
+    if model.positions == "sinusoidal":
+        require(model.d_model % 2 == 0, "model.d_model", "an even number (sinusoidal positions)")
+    width = model.d_k or model.d_model // heads
+    if model.positions == "rotary":
+        field = "model.d_k" if model.d_k else "model.d_model"
+        require(width % 2 == 0, field, f"an even d_k (rotary positions), not {width}")
+    if model.positions == "relative":
+        require(
+            model.relative_buckets >= 4 and model.relative_buckets % 4 == 0,
+            "model.relative_buckets",
+            "a multiple of 4",
+        )
+        far = model.relative_max_distance > model.relative_buckets // 2
+        require(far, "model.relative_max_distance", f"more than {model.relative_buckets // 2}")
+    if model.attention == "linear":
+        require(model.attention_window == 0, "model.attention_window", "0 with linear attention")
+        require(model.positions != "relative", "model.positions", "not relative, with linear")
+        none = model.attention_dropout == 0
+        require(none, "model.attention_dropout", "0 with linear attention, which has no weights")
+
+
+def _paths(names: dict[str, str]) -> list[str]:
+    return [f"{section}.{name}" for section, some in names.items() for name in some.split()]
 
 
 def to_json(config: Config) -> str:
@@ -326,8 +395,10 @@ def load(path: Path) -> Config:
     """The Config saved in a run directory's config.json."""
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path}: no such file, so this is not a run directory") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     return from_json(text, str(path))
 
 

@@ -23,8 +23,12 @@ RULES: dict[str, str | None] = {
     "embed": "fsdp",
     "vocab": "model",
     "heads": "model",
+    "kv_heads": "model",
     "mlp": "model",
-    "kv": None,
+    "d_k": None,
+    "d_v": None,
+    "positions": None,
+    "buckets": None,
 }
 BATCH_AXES = ("data", "fsdp")
 

@@ -9,6 +9,7 @@ import pytest
 
 from transformer_jax.model.attention import attention
 from transformer_jax.model.dropout import dropout_key
+from transformer_jax.model.masks import Mask
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -42,7 +43,7 @@ def test_attention_equals_the_loops(masked):
     rng = np.random.default_rng(1)
     mask = rng.random((2, 4, 5)) < 0.5 if masked else np.ones((2, 4, 5), bool)
     mask[1, 2] = not masked  # with a mask, one query that sees nothing
-    got = attention(query, key, value, mask[:, None])
+    got = attention(query, key, value, Mask(explicit=mask[:, None]))
     np.testing.assert_allclose(got, attention_by_loops(query, key, value, mask), **TOLERANCE)
 
 
@@ -51,9 +52,9 @@ def test_a_masked_key_and_value_change_nothing():
     query, key, value = random_inputs(2)
     mask = np.ones((2, 1, 1, 5), bool)
     mask[..., 3:] = False
-    expected = attention(query, key, value, mask)
+    expected = attention(query, key, value, Mask(explicit=mask))
     key[:, :, 3:], value[:, :, 3:] = 1e4, -1e6
-    np.testing.assert_array_equal(attention(query, key, value, mask), expected)
+    np.testing.assert_array_equal(attention(query, key, value, Mask(explicit=mask)), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -64,10 +65,11 @@ def test_a_query_that_sees_nothing_gives_zeros_and_finite_gradients(dtype):
     mask[0] = False
 
     def total(query, key, value):
-        result = attention(query, key, value, mask)
+        result = attention(query, key, value, Mask(explicit=mask))
         return jnp.sum(result.astype(jnp.float32) ** 2 + result), result
 
-    (_, result), gradients = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(query, key, value)
+    both = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+    (_, result), gradients = both(query, key, value)
     assert result.dtype == dtype
     assert not np.asarray(result[0], np.float32).any()
     assert np.asarray(result[1], np.float32).all()
@@ -80,15 +82,16 @@ def test_a_query_that_sees_nothing_gives_zeros_and_finite_gradients(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_huge_scores_stay_finite(dtype):
-    """Bug (F37): exp overflows, or a mask constant of the activations' type becomes -inf."""
-    query = jnp.full((1, 1, 2, 4), 100.0, dtype)
-    key = jnp.asarray([[[[200.0] * 4, [-200.0] * 4, [300.0] * 4]]], dtype)  # scores 4e4 to 6e4
+    """Bug (F37): exp overflows, a mask constant of the activations' type becomes -inf, or one of
+    -1e4 is not below every score."""
+    query = jnp.full((1, 1, 3, 4), 100.0, dtype)
+    key = jnp.asarray([[[[200.0] * 4, [-200.0] * 4, [300.0] * 4]]], dtype)  # 4e4, -4e4, 6e4
     value = jnp.asarray([[[[1.0], [2.0], [4.0]]]], dtype)
-    mask = np.asarray([[[[True, True, False], [True, True, True]]]])
-    result = attention(query, key, value, mask)
-    np.testing.assert_array_equal(np.asarray(result, np.float32)[0, 0, :, 0], [1.0, 4.0])
-    total = lambda *inputs: attention(*inputs, mask).astype(jnp.float32).sum()
-    for gradient in jax.grad(total, (0, 1, 2))(query, key, value):
+    mask = np.asarray([[[[True, True, False], [True, True, True], [False, True, False]]]])
+    result = attention(query, key, value, Mask(explicit=mask))
+    np.testing.assert_array_equal(np.asarray(result, np.float32)[0, 0, :, 0], [1.0, 4.0, 2.0])
+    total = lambda *inputs: attention(*inputs, Mask(explicit=mask)).astype(jnp.float32).sum()
+    for gradient in jax.jit(jax.grad(total, (0, 1, 2)))(query, key, value):
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
 
@@ -98,7 +101,7 @@ def test_softmax_is_float32_under_bfloat16():
     query = jnp.asarray([[[[16.0, 1.0, 0.0, 0.0]]]], jnp.bfloat16)
     key = jnp.asarray([[[[12.5, 0.0, 0.0, 0.0], [12.5, 0.5, 0.0, 0.0]]]], jnp.bfloat16)
     value = jnp.asarray([[[[1.0], [0.0]]]], jnp.bfloat16)
-    result = attention(query, key, value, np.ones((1, 1, 1, 2), bool))
+    result = attention(query, key, value, Mask(explicit=np.ones((1, 1, 1, 2), bool)))
     expected = 1 / (1 + math.exp(0.25))  # 0.4378; one number would give 0.5
     assert abs(float(result[0, 0, 0, 0]) - expected) < 2**-9
 
@@ -109,8 +112,14 @@ def test_dropout_of_weights_keeps_the_mean_and_needs_a_key():
     query, key = jnp.zeros((1, H, Q, 4)), jnp.zeros((1, H, M, 4))
     value = jnp.ones((1, H, M, 1))
     mask = np.ones((1, 1, Q, M), bool)
-    np.testing.assert_allclose(attention(query, key, value, mask, rate, None), 1.0, rtol=1e-6)
-    got = np.asarray(attention(query, key, value, mask, rate, dropout_key(0, 0)))[..., 0]
+    np.testing.assert_allclose(
+        attention(query, key, value, Mask(explicit=mask), dropout_rate=rate), 1.0, rtol=1e-6
+    )
+    got = np.asarray(
+        attention(
+            query, key, value, Mask(explicit=mask), dropout_rate=rate, dropout_key=dropout_key(0, 0)
+        )
+    )[..., 0]
     # Each output is a number of kept weights (0 to 16), each worth 1 / (16 * 0.75).
     kept = got * M * (1 - rate)
     np.testing.assert_allclose(kept, np.round(kept), atol=1e-4)

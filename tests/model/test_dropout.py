@@ -4,6 +4,7 @@ Every threshold is five standard deviations of the binomial distribution (or of 
 of two independent Bernoulli variables), so that nothing here is tuned to the hash.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -12,11 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from transformer_jax.model import Model
 from transformer_jax.model import dropout as dropout_module
 from transformer_jax.model.dropout import dropout, dropout_key, random_bits
+from transformer_jax.types import Batch
 
 SIGMAS = 5.0
 SHAPE = (32, 48, 64)
+RATES = dict.fromkeys(
+    ("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.1
+)
 
 
 def dropped(key, rate=0.3, shape=SHAPE) -> np.ndarray:
@@ -110,9 +116,13 @@ def test_equal_rows_get_different_masks():
 
 def test_rows_are_no_permutations_of_one_another():
     """Bug: the row only shifts or permutes the words, so any two rows drop the same number."""
-    words = [set(row.tolist()) for row in np.asarray(random_bits((8, 4096), dropout_key(0, 0)))]
-    for a, b in itertools.combinations(words, 2):
-        assert len(a & b) < 5  # by chance 4096 * 4096 / 2**32 = 0.004
+    words_of = jax.jit(lambda first: random_bits((512, 4096), key._replace(first_row=first)))
+    key, extremes = dropout_key(0, 0), set()
+    for first in range(0, 4096, 512):
+        words = np.asarray(words_of(first))
+        extremes |= set(zip(words.min(1).tolist(), words.max(1).tolist(), strict=True))
+    # Permuted rows have the same smallest and largest word; by chance about 4096**2 / 2**41.
+    assert len(extremes) == 4096
     counts = dropped(dropout_key(0, 0), 0.5, (256, 4096)).sum(1)
     # Binomial: variance 1024. Its estimate from 256 rows is within 5 * sqrt(2 / 256) = 44 %.
     assert abs(counts.var() / 1024 - 1) < SIGMAS * math.sqrt(2 / 256)
@@ -174,22 +184,15 @@ def test_low_rates_are_unrelated_too():
 
 def test_every_site_of_the_model_has_a_key_of_its_own(tiny_config, monkeypatch):
     """Bug: two places of the model, or two layers, or the two stacks, share their bits."""
-    import dataclasses
-
-    from transformer_jax.model import Model
-
     seeds = []
     original = dropout_module.random_bits
 
-    def record(shape, key):
+    def record(shape, key, *block):
         seeds.append(key.seed)
-        return original(shape, key)
+        return original(shape, key, *block)
 
     monkeypatch.setattr(dropout_module, "random_bits", record)
-    rates = dict.fromkeys(
-        ("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.1
-    )
-    model = Model(dataclasses.replace(tiny_config, **rates))
+    model = Model(dataclasses.replace(tiny_config, **RATES))
     ids = jnp.zeros((1, 2), jnp.int32)
 
     def keys_of_sites():
@@ -204,3 +207,28 @@ def test_every_site_of_the_model_has_a_key_of_its_own(tiny_config, monkeypatch):
     decoder = 1 + tiny_config.decoder_layers * (3 + 2 + 1)
     assert len(found) == encoder + decoder
     assert len(set(found)) == len(found)
+
+
+def test_a_model_on_half_a_batch_drops_what_it_drops_on_the_whole(tiny_config):
+    """Bugs: a site hashes another axis than the global row (heads, flattened rows), or first_row
+    is lost on the way; micro-batches would then train another model. No key: no dropout (F61)."""
+    shallow = dataclasses.replace(tiny_config, encoder_layers=1, decoder_layers=1)
+    model = Model(dataclasses.replace(shallow, **RATES))
+    rng = np.random.default_rng(0)
+    draw = lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) * leaf.shape[0] ** -0.5
+    params = jax.tree.map(draw, model.abstract_params())
+    ids = rng.integers(4, 40, (2, 4, 5)).astype(np.int32)
+    ones = np.ones((4, 5), np.int32)
+    batch = Batch(ids[0], ones, ids[1], ids[1], ones)
+    half = lambda rows: Batch(*(None if x is None else x[rows] for x in batch))
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    key, hidden = dropout_key(0, 3), jax.jit(model.hidden, compiler_options=quick)
+    whole = np.asarray(hidden(params, batch, key))
+    for first in (0, 2):
+        part = hidden(params, half(slice(first, first + 2)), key._replace(first_row=first))
+        np.testing.assert_allclose(part, whole[first : first + 2], rtol=1e-5, atol=1e-5)
+    other = np.asarray(hidden(params, batch, dropout_key(0, 4)))
+    assert (np.abs(other - whole).max((1, 2)) > 1e-2).all()
+    still = np.asarray(hidden(params, batch))
+    assert (np.abs(still - whole).max((1, 2)) > 1e-2).all()
+    np.testing.assert_array_equal(still, hidden(params, batch))

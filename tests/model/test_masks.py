@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from transformer_jax.model.masks import causal_mask, segment_mask
+from transformer_jax.model.masks import Mask, segment_mask
 
 
 def picture(mask) -> list[str]:
@@ -12,7 +12,7 @@ def picture(mask) -> list[str]:
 
 def test_causal_mask_is_the_lower_triangle():
     """Bug: the wrong triangle, or one that hides the own position."""
-    mask = causal_mask(4)
+    mask = Mask(causal=True).dense(4, 4)
     assert mask.shape == (1, 1, 4, 4)
     assert mask.dtype == bool
     assert picture(mask[0, 0]) == ["x...", "xx..", "xxx.", "xxxx"]
@@ -20,7 +20,7 @@ def test_causal_mask_is_the_lower_triangle():
 
 def test_causal_mask_of_one_position():
     """Bug: an empty mask at length 1, where a decode step lives."""
-    assert picture(causal_mask(1)[0, 0]) == ["x"]
+    assert picture(Mask(causal=True).dense(1, 1)[0, 0]) == ["x"]
 
 
 def test_cross_mask_has_queries_first_and_memory_last():
@@ -45,7 +45,7 @@ def test_packed_sentences_see_only_their_own_segment():
     first, second = segment_mask(segments, segments)[:, 0]
     assert picture(first) == ["xx....", "xx....", "..x...", "...xx.", "...xx.", "......"]
     assert picture(second) == ["xxxxxx"] * 6
-    both = segment_mask(segments, segments) & causal_mask(6)
+    both = Mask(segments, segments, causal=True).dense(6, 6)
     assert both.dtype == bool  # masks are combined as booleans (F39), never added as numbers
     assert picture(both[0, 0]) == ["x.....", "xx....", "..x...", "...x..", "...xx.", "......"]
 

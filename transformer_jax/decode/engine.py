@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.data.tokenizer import EOS, PAD, START
+from transformer_jax.config import ConfigError
+from transformer_jax.data.tokenizer import EOS, PAD, START, UNK
 from transformer_jax.decode.search import SearchResult, beam_search
 from transformer_jax.model import Model
 
@@ -46,12 +47,20 @@ class Engine:
         model: the pure functions.
         params: its parameters, on any devices.
         vocab_size: ids that may be chosen; rows of the table beyond the tokenizer never are.
+
+    Raises:
+        ConfigError: the table has fewer rows than the tokenizer has pieces.
     """
 
     def __init__(self, model: Model, params: Any, vocab_size: int) -> None:
+        if vocab_size > model.config.vocab_size:
+            raise ConfigError(
+                f"--model.vocab-size: got {model.config.vocab_size}, "
+                f"allowed: at least {vocab_size}, the pieces of the tokenizer"
+            )
         self._model, self.params = model, params
         allowed = np.arange(model.config.vocab_size) < vocab_size
-        allowed[[PAD, START]] = False
+        allowed[[PAD, UNK, START]] = False
         self._allowed = allowed
 
     def search(
@@ -119,6 +128,7 @@ class Engine:
             found = np.asarray(_score(self.params, src_ids, tgt_ids, model=self._model))
             for row, i in enumerate(group):
                 results[i] = found[row, : len(targets[i])]
+                _require_finite(results[i])
             start += len(group)
         return results
 
@@ -172,8 +182,7 @@ def _score(params: Any, src_ids: jax.Array, tgt_ids: jax.Array, *, model: Model)
 def _hypotheses(found: SearchResult, row: int) -> list[Hypothesis]:
     result = []
     for ids, log_prob, score, finished in zip(*(x[row] for x in found), strict=True):
-        if not np.isfinite(log_prob):
-            raise FloatingPointError("the model gave NaN: its parameters are not finite")
+        _require_finite(log_prob)
         if score < -1e29:  # fewer hypotheses exist than were asked for
             continue
         ends = np.flatnonzero(ids == EOS) if finished else np.flatnonzero(ids != PAD)
@@ -181,3 +190,8 @@ def _hypotheses(found: SearchResult, row: int) -> list[Hypothesis]:
         kept = [int(i) for i in ids[:length]]
         result.append(Hypothesis(kept, float(log_prob), float(score), bool(finished)))
     return result
+
+
+def _require_finite(log_prob: np.ndarray) -> None:
+    if not np.isfinite(log_prob).all():
+        raise FloatingPointError("the model gave NaN: its parameters are not finite")

@@ -68,15 +68,18 @@ def beam_search(
         first_token: int32 [B], not part of the result.
         beam_size: W.
         max_len: T, the static size of the result.
-        limit: int32 [B], tokens that each sentence may have, EOS included; at most max_len.
+        limit: int32 [B], tokens that each sentence may have, EOS included; max_len is a limit too.
         length_penalty: alpha.
         eos_id: the token that ends a hypothesis.
         num_hypotheses: n, how many are wanted and searched for exactly; None: W.
         allowed: bool [V], tokens that may be chosen; None: all. Probabilities are not renormalised.
 
     Returns:
-        SearchResult. Where fewer than n hypotheses finished, live ones at the limit follow.
+        SearchResult. Where fewer than n hypotheses finished, live ones at the limit follow; where
+        even these are fewer, empty ones of score DEAD. A sentence for which step_fn gives NaN
+        ends at once, with a first hypothesis of log_prob NaN.
     """
+    limit = jnp.minimum(limit, max_len)
     n, W, B = num_hypotheses or beam_size, beam_size, first_token.shape[0]
     state = _start(cache, first_token, limit, W, n, max_len)
 
@@ -87,9 +90,12 @@ def beam_search(
         parent = None if W == 1 else state.parent
         logits, cache = step_fn(state.token, parent, state.cache)
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        # One NaN among the logits makes NaN of all the log_probs of its slot.
+        broken = (jnp.isnan(log_probs[:, :, 0]) & (state.log_prob > DEAD / 2)).any(1)
         if allowed is not None:
             log_probs = jnp.where(allowed, log_probs, DEAD)
         log_prob, parent, token = _best(state.log_prob[:, :, None] + log_probs, W)
+        log_prob = jnp.where(broken[:, None], jnp.nan, log_prob)
         return _extend(state, cache, log_prob, parent, token, limit, length_penalty, eos_id)
 
     state = lax.while_loop(go_on, advance, state)
@@ -188,7 +194,7 @@ def _extend(
     real = (log_prob > DEAD / 2) & state.active[:, None]
     ended = real & (token == eos_id)
     done = _merge(state.done, ids, log_prob, log_prob / length_penalty(length, alpha), ended)
-    live = jnp.where(real & ~ended, log_prob, DEAD)
+    live = jnp.where((real & ~ended) | jnp.isnan(log_prob), log_prob, DEAD)
 
     # The best that a live hypothesis can still reach: penalties grow with alpha >= 0, so at the
     # sentence's own limit; they shrink with alpha < 0, so at the next length.
@@ -239,12 +245,13 @@ def _collect(state: _State, alpha: float) -> SearchResult:
     """Finished hypotheses, then the live ones: unfinished, and so marked."""
     n = state.done.score.shape[1]
     score = state.log_prob / length_penalty(state.length, alpha)[:, None]
-    live = state.log_prob > DEAD / 2
-    # Finished ones rank above any live one, then by score.
+    broken = jnp.isnan(state.log_prob)
+    live = broken | (state.log_prob > DEAD / 2)
+    # NaN is never hidden; finished ones rank above any live one, then by score.
     rank = jnp.concatenate(
         [
             jnp.where(state.done.finished, 0, 2),
-            jnp.where(live, 1, 2),
+            jnp.where(broken, -1, jnp.where(live, 1, 2)),
         ],
         1,
     )

@@ -95,27 +95,26 @@ class Translator:
 
         Absent keywords are those of the run's config.
         """
-        if isinstance(texts, str):
-            raise TypeError("texts: got one string, allowed: a list of strings")
+        _require_list("texts", texts)
         c = self.config.decode
         beam_size = c.beam_size if beam_size is None else beam_size
+        extra = c.max_extra_tokens if max_extra_tokens is None else max_extra_tokens
+        longest = max_source_tokens
+        if longest is None:
+            longest = self.config.data.max_source_tokens
+        _require_least("beam_size", beam_size, 1)
+        _require_least("max_extra_tokens", extra, 0)
+        _require_least("max_source_tokens", longest, 2)  # one piece and EOS
         if not 1 <= num_hypotheses <= beam_size:
             raise ConfigError(f"num_hypotheses: got {num_hypotheses}, allowed: 1 to {beam_size}")
-        longest = max_source_tokens or self.config.data.max_source_tokens
-        sources = self.tokenizer.encode_source(texts)
-        cut = [len(ids) > longest for ids in sources]
-        for number in (i for i, is_cut in enumerate(cut) if is_cut):
-            tokens = len(sources[number])
-            logger.warning(
-                "line %d: cut from %d to %d tokens", first_line + number, tokens, longest
-            )
-            sources[number] = [*sources[number][: longest - 1], self.tokenizer.eos_id]
-        full = [i for i, ids in enumerate(sources) if len(ids) > 1]
+        sources, cut = self._encode_sources(texts, longest, first_line)
+        # Some normalizations make pieces of white space.
+        full = [i for i, ids in enumerate(sources) if len(ids) > 1 and texts[i].strip()]
         found = self._engine.search(
             [sources[i] for i in full],
             beam_size=beam_size,
             length_penalty=c.length_penalty if length_penalty is None else length_penalty,
-            max_extra_tokens=c.max_extra_tokens if max_extra_tokens is None else max_extra_tokens,
+            max_extra_tokens=extra,
             num_hypotheses=num_hypotheses,
             batch_tokens=c.batch_tokens if batch_tokens is None else batch_tokens,
         )
@@ -126,14 +125,27 @@ class Translator:
 
     def score(self, sources: Sequence[str], targets: Sequence[str]) -> list[Score]:
         """Log-probability of each given target for its source, on the scale of Translation."""
+        _require_list("sources", sources)
+        _require_list("targets", targets)
         if len(sources) != len(targets):
             raise ConfigError(f"targets: got {len(targets)}, allowed: {len(sources)}, one a source")
-        found = self._engine.score(
-            self.tokenizer.encode_source(sources),
-            self.tokenizer.encode_target(targets),
-            self.config.decode.batch_tokens,
-        )
+        source_ids, _ = self._encode_sources(sources, self.config.data.max_source_tokens)
+        target_ids = self.tokenizer.encode_target(targets)
+        found = self._engine.score(source_ids, target_ids, self.config.decode.batch_tokens)
         return [Score(float(x.sum()), [float(p) for p in x], len(x)) for x in found]
+
+    def _encode_sources(
+        self, texts: Sequence[str], longest: int, first_line: int = 1
+    ) -> tuple[list[list[int]], list[bool]]:
+        """Ids of each text, and whether they were cut; each cut is told with its line."""
+        sources = self.tokenizer.encode_source(texts)
+        cut = [len(ids) > longest for ids in sources]
+        for i, ids in enumerate(sources):
+            if cut[i]:
+                line = first_line + i
+                logger.warning("line %d: cut from %d to %d tokens", line, len(ids), longest)
+                sources[i] = [*ids[: longest - 1], self.tokenizer.eos_id]
+        return sources, cut
 
     def _translation(self, hypothesis: Hypothesis, cut: bool) -> Translation:
         ids = hypothesis.ids
@@ -145,3 +157,13 @@ class Translator:
             finished=hypothesis.finished,
             truncated_source=cut,
         )
+
+
+def _require_list(name: str, texts: Sequence[str]) -> None:
+    if isinstance(texts, str):
+        raise TypeError(f"{name}: got one string, allowed: a list of strings")
+
+
+def _require_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name}: got {value}, allowed: {least} or more")

@@ -37,19 +37,45 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey | None) -> jax.Array:
         rate: probability, 0 <= rate < 1.
         key: None: x is returned unchanged (evaluation and decoding).
     """
+    return dropout_block(x, rate, key, (0,) * (x.ndim - 1), x.shape[1:])
+
+
+def dropout_block(
+    x: jax.Array,
+    rate: float,
+    key: DropoutKey | None,
+    starts: tuple[jax.Array | int, ...],
+    whole: tuple[int, ...],
+) -> jax.Array:
+    """Dropout of a block, with the bits that it has as part of the whole array.
+
+    Args:
+        x: [B, ...], all rows, but only a block of each further axis.
+        rate: probability, 0 <= rate < 1.
+        key: None: x is returned unchanged.
+        starts: where the block begins on each axis after the first.
+        whole: sizes of these axes in the whole array.
+    """
     if key is None or rate == 0.0:
         return x
     keep = 1.0 - rate
-    threshold = jnp.uint32(round(keep * 2**32))
-    return jnp.where(random_bits(x.shape, key) < threshold, x * (1.0 / keep), jnp.zeros_like(x))
+    threshold = jnp.uint32(min(round(keep * 2**32), 2**32 - 1))
+    bits = random_bits(x.shape, key, starts, whole)
+    return jnp.where(bits < threshold, x * (1.0 / keep), jnp.zeros_like(x))
 
 
-def random_bits(shape: tuple[int, ...], key: DropoutKey) -> jax.Array:
-    """uint32 [B, ...]: one 32-bit word for each element.
+def random_bits(
+    shape: tuple[int, ...],
+    key: DropoutKey,
+    starts: tuple[jax.Array | int, ...] | None = None,
+    whole: tuple[int, ...] | None = None,
+) -> jax.Array:
+    """uint32 [B, ...]: one 32-bit word for each element; starts and whole as in dropout_block.
 
     Each row has two hashed words of its own; one enters before and one inside the mixing of the
     element's place, so that rows are not shifted or permuted copies of one another.
     """
+    starts, whole = starts or (0,) * (len(shape) - 1), whole or shape[1:]
     row_shape = shape[:1] + (1,) * (len(shape) - 1)
     row = lax.broadcasted_iota(jnp.uint32, row_shape, 0) + jnp.asarray(key.first_row, jnp.uint32)
     first = _mix(row ^ key.seed)
@@ -57,8 +83,10 @@ def random_bits(shape: tuple[int, ...], key: DropoutKey) -> jax.Array:
     place = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for axis in range(len(shape) - 1, 0, -1):
-        place += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-        stride *= shape[axis]
+        along = lax.broadcasted_iota(jnp.uint32, shape, axis)
+        along += jnp.asarray(starts[axis - 1], jnp.uint32)
+        place += along * jnp.uint32(stride % 2**32)
+        stride *= whole[axis - 1]
     return _mix(place + first, second)
 
 

@@ -11,12 +11,14 @@ from typing import cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.model.attention import attention
+from transformer_jax.model.attention import attention, attention_weights
 from transformer_jax.model.dropout import DropoutKey, dropout
+from transformer_jax.model.linear import linear_attention
+from transformer_jax.model.masks import Mask
+from transformer_jax.model.positions import RelativeBias, rotate
 
 Initializer = Callable[..., jax.Array]
 
@@ -48,14 +50,9 @@ def dense(x: jax.Array, kernel: jax.Array, contract: int = 1) -> jax.Array:
     return flat.reshape(*rows, *kernel.shape[contract:])
 
 
-def sinusoids(length: int, d_model: int) -> np.ndarray:
-    """PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos of the same (section 3.5).
-
-    Returns:
-        float32 [length, d_model], computed in float64.
-    """
-    angle = np.arange(length)[:, None] / 10000.0 ** (np.arange(0, d_model, 2) / d_model)
-    return np.stack([np.sin(angle), np.cos(angle)], -1).reshape(length, d_model).astype(np.float32)
+def layer_scale(config: ModelConfig, depth: int) -> float:
+    """Variance of layer `depth` (1, 2, ...) relative to Glorot's (Zhang et al. 2019)."""
+    return 1.0 / depth if config.init == "depth_scaled" else 1.0
 
 
 class Norm(nn.Module):
@@ -77,26 +74,32 @@ class Norm(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O (section 3.2.2)."""
+    """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O (section 3.2.2).
+
+    With fewer key and value heads G than heads H, each of them serves H / G heads.
+    """
 
     config: ModelConfig
+    depth: int = 1
+    is_self: bool = True  # self-attention: positions, window and kind apply to it alone
 
     def setup(self) -> None:
         c = self.config
-        D, H = c.d_model, c.num_heads
+        D, H, G = c.d_model, c.num_heads, c.num_kv_heads or c.num_heads
         K, U = c.d_k or D // H, c.d_v or D // H
         # The authors drew query, key and value as one matrix of three times the width, which
         # halves the variance that each would have alone.
-        into, out = glorot(0, (1, 2), 0.5), glorot((0, 1), 2)
-        self.query = declare(self, "query", into, (D, H, K), ("embed", "heads", "kv"))
-        self.key = declare(self, "key", into, (D, H, K), ("embed", "heads", "kv"))
-        self.value = declare(self, "value", into, (D, H, U), ("embed", "heads", "kv"))
-        self.out = declare(self, "out", out, (H, U, D), ("heads", "kv", "embed"))
+        scale = layer_scale(c, self.depth)
+        into, out = glorot(0, (1, 2), 0.5 * scale), glorot((0, 1), 2, scale)
+        self.query = declare(self, "query", into, (D, H, K), ("embed", "heads", "d_k"))
+        self.key = declare(self, "key", into, (D, G, K), ("embed", "kv_heads", "d_k"))
+        self.value = declare(self, "value", into, (D, G, U), ("embed", "kv_heads", "d_v"))
+        self.out = declare(self, "out", out, (H, U, D), ("heads", "d_v", "embed"))
         if c.attention_bias:
             zeros = nn.initializers.zeros
-            self.query_bias = declare(self, "query_bias", zeros, (H, K), ("heads", "kv"))
-            self.key_bias = declare(self, "key_bias", zeros, (H, K), ("heads", "kv"))
-            self.value_bias = declare(self, "value_bias", zeros, (H, U), ("heads", "kv"))
+            self.query_bias = declare(self, "query_bias", zeros, (H, K), ("heads", "d_k"))
+            self.key_bias = declare(self, "key_bias", zeros, (G, K), ("kv_heads", "d_k"))
+            self.value_bias = declare(self, "value_bias", zeros, (G, U), ("kv_heads", "d_v"))
             self.out_bias = declare(self, "out_bias", zeros, (D,), ("embed",))
 
     def _heads(self, x: jax.Array, name: str) -> jax.Array:
@@ -106,49 +109,81 @@ class MultiHeadAttention(nn.Module):
             heads += getattr(self, f"{name}_bias").astype(x.dtype)
         return jnp.swapaxes(heads, 1, 2)
 
-    def project_memory(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [B, H, M, K] of what is attended to, [B, M, D]."""
-        return self._heads(memory, "key"), self._heads(memory, "value")
+    def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+        """Queries or keys [B, H, T, K] turned by their positions, if these are rotary."""
+        if not self.is_self or self.config.positions != "rotary":
+            return x
+        if positions is None:
+            positions = jnp.arange(x.shape[2], dtype=jnp.int32)[None]
+        return rotate(x, positions, self.config.rotary_base)
+
+    def project_memory(
+        self, memory: jax.Array, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys [B, G, M, K] and values [B, G, M, U] of what is attended to, [B, M, D]."""
+        return self._rotated(self._heads(memory, "key"), positions), self._heads(memory, "value")
 
     def attend(
         self,
         x: jax.Array,
         key: jax.Array,
         value: jax.Array,
-        mask: jax.Array,
+        mask: Mask,
+        bias: RelativeBias | None = None,
         drop: DropoutKey | None = None,
     ) -> jax.Array:
         """x [B, Q, D] attends to projected keys and values: [B, Q, D]."""
         c = self.config
-        key_of_weights = None if drop is None else drop.fold(WEIGHTS)
-        query = self._heads(x, "query")
-        context = attention(query, key, value, mask, c.attention_dropout, key_of_weights)
+        query = self._rotated(self._heads(x, "query"), mask.query_positions)
+        if self.is_mutable_collection("intermediates"):
+            self.sow("intermediates", "weights", attention_weights(query, key, mask, bias))
+        if self.is_self and c.attention == "linear":
+            context = linear_attention(query, key, value, mask)
+        else:
+            context = attention(
+                query,
+                key,
+                value,
+                mask,
+                bias,
+                implementation=c.attention_implementation,
+                dropout_rate=c.attention_dropout,
+                dropout_key=None if drop is None else drop.fold(WEIGHTS),
+            )
         result = dense(jnp.swapaxes(context, 1, 2), self.out, contract=2)
         return result + self.out_bias.astype(x.dtype) if c.attention_bias else result
 
     def __call__(
-        self, x: jax.Array, memory: jax.Array, mask: jax.Array, drop: DropoutKey | None = None
+        self,
+        x: jax.Array,
+        memory: jax.Array,
+        mask: Mask,
+        bias: RelativeBias | None = None,
+        drop: DropoutKey | None = None,
     ) -> jax.Array:
-        """x [B, Q, D] attends to memory [B, M, D] where mask [B, 1, Q, M] allows: [B, Q, D]."""
-        return self.attend(x, *self.project_memory(memory), mask, drop)
+        """x [B, Q, D] attends to memory [B, M, D] where the mask allows: [B, Q, D]."""
+        key, value = self.project_memory(memory, mask.memory_positions)
+        return self.attend(x, key, value, mask, bias, drop)
 
 
 class FeedForward(nn.Module):
-    """FFN(x) = max(0, x W1 + b1) W2 + b2 (section 3.3), or a gated one."""
+    """FFN(x) = max(0, x W1 + b1) W2 + b2 (section 3.3), or a gated one (Shazeer 2020)."""
 
     config: ModelConfig
+    depth: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array, drop: DropoutKey | None = None) -> jax.Array:
         c, zeros = self.config, nn.initializers.zeros
         D, F = c.d_model, c.d_ff
-        inner = declare(self, "inner", glorot(0, 1), (D, F), ("embed", "mlp"))
-        outer = declare(self, "outer", glorot(0, 1), (F, D), ("mlp", "embed"))
+        init = glorot(0, 1, layer_scale(c, self.depth))
+        inner = declare(self, "inner", init, (D, F), ("embed", "mlp"))
+        outer = declare(self, "outer", init, (F, D), ("mlp", "embed"))
         hidden = dense(x, inner)
         if c.ff_bias:
             hidden += declare(self, "inner_bias", zeros, (F,), ("mlp",)).astype(x.dtype)
         if c.activation in ("swiglu", "geglu"):
-            gate = dense(x, declare(self, "gate", glorot(0, 1), (D, F), ("embed", "mlp")))
+            gate = dense(x, declare(self, "gate", init, (D, F), ("embed", "mlp")))
             hidden *= jax.nn.silu(gate) if c.activation == "swiglu" else jax.nn.gelu(gate)
         else:
             hidden = getattr(jax.nn, c.activation)(hidden)
@@ -180,17 +215,24 @@ class EncoderLayer(nn.Module):
     """Left half of Figure 1: self-attention, feed-forward."""
 
     config: ModelConfig
+    depth: int = 1
 
     def setup(self) -> None:
-        self.self_attention = MultiHeadAttention(self.config)
+        self.self_attention = MultiHeadAttention(self.config, self.depth)
         self.self_attention_norm = Norm(self.config)
-        self.feed_forward = FeedForward(self.config)
+        self.feed_forward = FeedForward(self.config, self.depth)
         self.feed_forward_norm = Norm(self.config)
 
-    def __call__(self, x: jax.Array, mask: jax.Array, drop: DropoutKey | None = None) -> jax.Array:
-        """x [B, S, D], mask [B, 1, S, S] -> [B, S, D]."""
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: Mask,
+        bias: RelativeBias | None = None,
+        drop: DropoutKey | None = None,
+    ) -> jax.Array:
+        """x [B, S, D] -> [B, S, D]."""
         c, site = self.config, _site(drop, SELF_ATTENTION)
-        attend = lambda y: self.self_attention(y, y, mask, site)
+        attend = lambda y: self.self_attention(y, y, mask, bias, site)
         x = residual(c, x, attend, self.self_attention_norm, site)
         site = _site(drop, FEED_FORWARD)
         feed = lambda y: self.feed_forward(y, site)
@@ -204,32 +246,34 @@ class DecoderLayer(nn.Module):
     """
 
     config: ModelConfig
+    depth: int = 1
 
     def setup(self) -> None:
-        self.self_attention = MultiHeadAttention(self.config)
+        self.self_attention = MultiHeadAttention(self.config, self.depth)
         self.self_attention_norm = Norm(self.config)
         if self.config.encoder_layers:
-            self.cross_attention = MultiHeadAttention(self.config)
+            self.cross_attention = MultiHeadAttention(self.config, self.depth, is_self=False)
             self.cross_attention_norm = Norm(self.config)
-        self.feed_forward = FeedForward(self.config)
+        self.feed_forward = FeedForward(self.config, self.depth)
         self.feed_forward_norm = Norm(self.config)
 
     def project_memory(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cross-attention keys and values [B, H, S, K]: computed once for each sentence."""
+        """Cross-attention keys and values [B, G, S, K]: computed once for each sentence."""
         return self.cross_attention.project_memory(memory)
 
     def __call__(
         self,
         x: jax.Array,
-        self_mask: jax.Array,
+        self_mask: Mask,
+        bias: RelativeBias | None,
         memory: jax.Array | None,
-        cross_mask: jax.Array | None,
+        cross_mask: Mask | None,
         drop: DropoutKey | None = None,
     ) -> jax.Array:
-        """x [B, T, D], self_mask [B, 1, T, T], memory [B, S, D], cross_mask [B, 1, T, S]."""
+        """x [B, T, D], memory [B, S, D] -> [B, T, D]."""
         site = _site(drop, SELF_ATTENTION)
         cross = None if memory is None else self.project_memory(memory)
-        attend_self = lambda y: self.self_attention(y, y, self_mask, site)
+        attend_self = lambda y: self.self_attention(y, y, self_mask, bias, site)
         return self._sublayers(x, attend_self, cross, cross_mask, drop)
 
     def step(
@@ -237,20 +281,22 @@ class DecoderLayer(nn.Module):
         x: jax.Array,
         cache: tuple[jax.Array, jax.Array],
         index: jax.Array,
-        self_mask: jax.Array,
+        self_mask: Mask,
+        bias: RelativeBias | None,
         cross: tuple[jax.Array, jax.Array] | None,
-        cross_mask: jax.Array | None,
+        cross_mask: Mask | None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """New tokens beside a cache of keys and values.
 
         Args:
             x: [B, W', P, D]: P new tokens for each of W' beam slots.
-            cache: self-attention keys and values, [B, H, W, T, K] each; the new ones are
+            cache: self-attention keys and values, [B, G, W, T, K] each; the new ones are
                 written to slots 0 to W' and times index to index + P.
             index: int32 [].
-            self_mask: bool [B, 1, W' * P, W * T].
-            cross: keys and values of the source, [B, H, S, K] each.
-            cross_mask: bool [B, 1, 1, S].
+            self_mask: from W' * P queries to W * T keys.
+            bias: of the self-attention.
+            cross: keys and values of the source, [B, G, S, K] each.
+            cross_mask: from W' * P queries to S keys.
 
         Returns:
             x [B, W', P, D] and the new cache.
@@ -259,16 +305,14 @@ class DecoderLayer(nn.Module):
 
         def attend_self(y: jax.Array) -> jax.Array:
             nonlocal cache
-            new = (
-                part.reshape(B, -1, W, P, part.shape[-1])
-                for part in self.self_attention.project_memory(y)
-            )
+            new = self.self_attention.project_memory(y, self_mask.query_positions)
+            new = (part.reshape(B, -1, W, P, part.shape[-1]) for part in new)
             cache = tuple(  # type: ignore[assignment]
                 lax.dynamic_update_slice_in_dim(old, part.astype(old.dtype), index, 3)
                 for old, part in zip(cache, new, strict=True)
             )
             key, value = (part.reshape(B, part.shape[1], -1, part.shape[-1]) for part in cache)
-            return self.self_attention.attend(y, key, value, self_mask)
+            return self.self_attention.attend(y, key, value, self_mask, bias)
 
         x = self._sublayers(x.reshape(B, W * P, D), attend_self, cross, cross_mask, None)
         return x.reshape(B, W, P, D), cache
@@ -278,7 +322,7 @@ class DecoderLayer(nn.Module):
         x: jax.Array,
         attend_self: Callable[[jax.Array], jax.Array],
         cross: tuple[jax.Array, jax.Array] | None,
-        cross_mask: jax.Array | None,
+        cross_mask: Mask | None,
         drop: DropoutKey | None,
     ) -> jax.Array:
         """The three sublayers in the order of Figure 1."""
@@ -286,7 +330,7 @@ class DecoderLayer(nn.Module):
         x = residual(c, x, attend_self, self.self_attention_norm, _site(drop, SELF_ATTENTION))
         if cross is not None and cross_mask is not None:
             site = _site(drop, CROSS_ATTENTION)
-            attend = lambda y: self.cross_attention.attend(y, *cross, cross_mask, site)
+            attend = lambda y: self.cross_attention.attend(y, *cross, cross_mask, None, site)
             x = residual(c, x, attend, self.cross_attention_norm, site)
         site = _site(drop, FEED_FORWARD)
         feed = lambda y: self.feed_forward(y, site)

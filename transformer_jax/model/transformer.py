@@ -1,17 +1,18 @@
 """The encoder and decoder stacks (section 3.1), embeddings (3.4), pure functions on them."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.layers import DecoderLayer, EncoderLayer, Norm, declare, sinusoids
-from transformer_jax.model.masks import causal_mask, segment_mask
+from transformer_jax.model.layers import DecoderLayer, EncoderLayer, Norm, declare
+from transformer_jax.model.masks import Mask
+from transformer_jax.model.positions import RelativeBias, sinusoids_at
 from transformer_jax.types import Batch
 
 Params = Any  # nested dict of arrays
@@ -27,15 +28,18 @@ class DecodeCache(NamedTuple):
     its own past through `ancestry`, which says in which slot it stood at each earlier time.
     """
 
-    self_keys: tuple[jax.Array, ...]  # L x [B, H, W, T, K]
-    self_values: tuple[jax.Array, ...]  # L x [B, H, W, T, K]
-    cross_keys: tuple[jax.Array, ...]  # L x [B, H, S, K], one for all beams of a sentence
-    cross_values: tuple[jax.Array, ...]  # L x [B, H, S, K]
+    self_keys: tuple[jax.Array, ...]  # L x [B, G, W, T, K]
+    self_values: tuple[jax.Array, ...]  # L x [B, G, W, T, U]
+    cross_keys: tuple[jax.Array, ...]  # L x [B, G, S, K], one for all beams of a sentence
+    cross_values: tuple[jax.Array, ...]  # L x [B, G, S, U]
     src_mask: jax.Array | None  # bool [B, S]
     ancestry: jax.Array  # int32 [B, W, T]
-    occupied: jax.Array  # bool [B, T]: times that hold a token, not prompt padding
-    positions: jax.Array  # int32 [B]: position of the next token of each sentence
+    positions: jax.Array  # int32 [B, T]: position of the token at each time; EMPTY: none there
+    lengths: jax.Array  # int32 [B]: tokens of each sentence so far, its next position
     index: jax.Array  # int32 []: time at which the next token is written
+
+
+EMPTY = -1
 
 
 class Transformer(nn.Module):
@@ -45,20 +49,36 @@ class Transformer(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        init, axes = nn.initializers.normal(c.d_model**-0.5), ("vocab", "embed")
-        shape = (c.vocab_size, c.d_model)
-        self.target_table = declare(self, "embedding", init, shape, axes)
+        V, D, both = c.vocab_size, c.d_model, ("vocab", "embed")
+        init = nn.initializers.normal(D**-0.5)
+        self.target_table = declare(self, "embedding", init, (V, D), both)
         self.source_table = self.output_table = self.target_table
         if c.encoder_layers and c.tied_embeddings != "all":
-            self.source_table = declare(self, "source_embedding", init, shape, axes)
+            self.source_table = declare(self, "source_embedding", init, (V, D), both)
         if c.tied_embeddings == "none":
-            self.output_table = declare(self, "output_embedding", init, shape, axes)
-        self.encoder = [EncoderLayer(c) for _ in range(c.encoder_layers)]
-        self.decoder = [DecoderLayer(c) for _ in range(c.decoder_layers)]
+            self.output_table = declare(self, "output_embedding", init, (V, D), both)
+        if c.logits_bias:
+            self.output_bias = declare(self, "output_bias", nn.initializers.zeros, (V,), ("vocab",))
+        for stack in ("encoder", "decoder") if c.encoder_layers else ("decoder",):
+            self._declare_positions(stack)
+        self.encoder = [EncoderLayer(c, 1 + i) for i in range(c.encoder_layers)]
+        self.decoder = [DecoderLayer(c, 1 + i) for i in range(c.decoder_layers)]
         if c.norm_position == "pre":
             self.decoder_norm = Norm(c)
             if c.encoder_layers:
                 self.encoder_norm = Norm(c)
+
+    def _declare_positions(self, stack: str) -> None:
+        """Learned positions and relative biases: one table for each stack."""
+        c = self.config
+        if c.positions == "learned":
+            name, shape = f"{stack}_positions", (c.max_positions, c.d_model)
+            init = nn.initializers.normal(c.d_model**-0.5)
+            setattr(self, name, declare(self, name, init, shape, ("positions", "embed")))
+        if c.positions == "relative":
+            name, shape = f"{stack}_relative_bias", (c.relative_buckets, c.num_heads)
+            init = nn.initializers.normal(c.d_model**-0.5)
+            setattr(self, name, declare(self, name, init, shape, ("buckets", "heads")))
 
     def __call__(
         self,
@@ -75,17 +95,8 @@ class Transformer(nn.Module):
         Absent segments mean that every id is real. Training uses `hidden`, which stops short of
         the vocabulary; see train/loss.py.
         """
-        return self.logits(
-            self.hidden(
-                src_ids,
-                tgt_in_ids,
-                src_segments,
-                tgt_segments,
-                src_positions,
-                tgt_positions,
-                drop,
-            )
-        )
+        segments, positions = (src_segments, tgt_segments), (src_positions, tgt_positions)
+        return self.logits(self.hidden(src_ids, tgt_in_ids, *segments, *positions, drop))
 
     def hidden(
         self,
@@ -101,17 +112,27 @@ class Transformer(nn.Module):
         if tgt_segments is None:
             tgt_segments = jnp.ones_like(tgt_in_ids)
         memory = cross_mask = None
-        if src_ids is not None:
+        if self.config.encoder_layers:
+            if src_ids is None:
+                raise ValueError("src_ids: got None, allowed: ids, since the model has an encoder")
             if src_segments is None:
                 src_segments = jnp.ones_like(src_ids)
             memory = self.encode_segments(src_ids, src_segments, src_positions, drop)
-            cross_mask = segment_mask(tgt_segments, src_segments)
-        self_mask = segment_mask(tgt_segments, tgt_segments) & causal_mask(tgt_in_ids.shape[1])
+            cross_mask = Mask(tgt_segments, src_segments)
+        self_mask = Mask(
+            tgt_segments,
+            tgt_segments,
+            tgt_positions,
+            tgt_positions,
+            causal=True,
+            window=self.config.attention_window,
+        )
         drop = None if drop is None else drop.fold(DECODER)
-        x = self._embed(self.target_table, tgt_in_ids, tgt_positions, tgt_in_ids.shape[1], drop)
+        x = self._embed("decoder", tgt_in_ids, tgt_positions, tgt_in_ids.shape[1], drop)
+        bias = self._relative_bias("decoder")
         for i, layer in enumerate(self.decoder):
             layer_drop = None if drop is None else drop.fold(1 + i)
-            x = layer(x, self_mask, memory, cross_mask, layer_drop)
+            x = layer(x, self_mask, bias, memory, cross_mask, layer_drop)
         return self._final_norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -119,6 +140,8 @@ class Transformer(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         table = self.output_table.astype(hidden.dtype)
         product = jnp.einsum("ND,VD->NV", flat, table, preferred_element_type=jnp.float32)
+        if self.config.logits_bias:
+            product += self.output_bias
         return product.reshape(*hidden.shape[:-1], -1)
 
     def encode(self, src_ids: jax.Array, src_mask: jax.Array) -> jax.Array:
@@ -133,11 +156,18 @@ class Transformer(nn.Module):
         drop: DropoutKey | None = None,
     ) -> jax.Array:
         """src_ids [B, S], src_segments int32 [B, S] (0 = padding) -> memory [B, S, D]."""
-        mask = segment_mask(src_segments, src_segments)
+        mask = Mask(
+            src_segments,
+            src_segments,
+            src_positions,
+            src_positions,
+            window=self.config.attention_window,
+        )
         drop = None if drop is None else drop.fold(ENCODER)
-        x = self._embed(self.source_table, src_ids, src_positions, src_ids.shape[1], drop)
+        x = self._embed("encoder", src_ids, src_positions, src_ids.shape[1], drop)
+        bias = self._relative_bias("encoder")
         for i, layer in enumerate(self.encoder):
-            x = layer(x, mask, None if drop is None else drop.fold(1 + i))
+            x = layer(x, mask, bias, None if drop is None else drop.fold(1 + i))
         return self.encoder_norm(x) if self.config.norm_position == "pre" else x
 
     def init_cache(
@@ -158,13 +188,14 @@ class Transformer(nn.Module):
             batch_size: B, where there is no memory to read it from.
         """
         c = self.config
+        _require_known(c, max_len)
         B = batch_size if memory is None else memory.shape[0]
         assert B is not None, "a decoder-only model needs batch_size"
         K, U = c.d_k or c.d_model // c.num_heads, c.d_v or c.d_model // c.num_heads
         cross = [] if memory is None else [layer.project_memory(memory) for layer in self.decoder]
 
         def empty(width: int) -> tuple[jax.Array, ...]:
-            shape = (B, c.num_heads, beam_size, max_len, width)
+            shape = (B, c.num_kv_heads or c.num_heads, beam_size, max_len, width)
             return tuple(jnp.zeros(shape, jnp.dtype(c.dtype)) for _ in self.decoder)
 
         return DecodeCache(
@@ -174,8 +205,8 @@ class Transformer(nn.Module):
             cross_values=tuple(value for _, value in cross),
             src_mask=src_mask,
             ancestry=jnp.zeros((B, beam_size, max_len), jnp.int32),
-            occupied=jnp.zeros((B, max_len), bool),
-            positions=jnp.zeros((B,), jnp.int32),
+            positions=jnp.full((B, max_len), EMPTY, jnp.int32),
+            lengths=jnp.zeros((B,), jnp.int32),
             index=jnp.zeros((), jnp.int32),
         )
 
@@ -193,20 +224,18 @@ class Transformer(nn.Module):
             Logits [B, P, V] of the token after each position, and the cache.
         """
         B, P = tgt_ids.shape
-        W, T = cache.ancestry.shape[1:]
         if tgt_mask is None:
             tgt_mask = jnp.ones((B, P), bool)
-        visible = segment_mask(tgt_mask.astype(jnp.int32), tgt_mask.astype(jnp.int32))
-        visible = jnp.pad(visible & causal_mask(P), ((0, 0), (0, 0), (0, 0), (0, T - P)))
-        mask = jnp.pad(visible[:, :, :, None], ((0, 0),) * 3 + ((0, W - 1), (0, 0)))
-        x = self._embed(self.target_table, tgt_ids, None, P)
-        x, cache = self._cached_layers(x[:, None], cache, mask.reshape(B, 1, P, W * T))
+        times = jnp.where(tgt_mask, jnp.arange(P, dtype=jnp.int32), EMPTY)
         cache = cache._replace(
-            occupied=cache.occupied.at[:, :P].set(tgt_mask),
-            positions=tgt_mask.sum(1, dtype=jnp.int32),
-            index=jnp.asarray(P, jnp.int32),
+            positions=cache.positions.at[:, :P].set(times),
+            lengths=jnp.sum(tgt_mask, 1, dtype=jnp.int32),
         )
-        return self.logits(x[:, 0]), cache
+        queries = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
+        x = self._embed("decoder", tgt_ids, None, P)
+        slots = jnp.zeros((B, 1, cache.ancestry.shape[2]), jnp.int32)  # slot 0 at every time
+        x, cache = self._cached_layers(x[:, None], queries, slots, cache)
+        return self.logits(x[:, 0]), cache._replace(index=jnp.asarray(P, jnp.int32))
 
     def decode_step(
         self, token: jax.Array, parent: jax.Array | None, cache: DecodeCache
@@ -222,43 +251,61 @@ class Transformer(nn.Module):
             Logits [B, W, V] of the next token, and the cache.
         """
         B, W = token.shape
-        T = cache.ancestry.shape[2]
         ancestry = cache.ancestry
         if parent is not None:
             ancestry = jnp.take_along_axis(ancestry, parent[:, :, None], axis=1)
         own = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32)[None, :, None], (B, W, 1))
         ancestry = lax.dynamic_update_slice_in_dim(ancestry, own, cache.index, 2)
-        new = jnp.ones((B, 1), bool)
-        occupied = lax.dynamic_update_slice_in_dim(cache.occupied, new, cache.index, 1)
-        # [B, W, slot, time]: hypothesis w sees time t in the one slot that its ancestry names.
-        slots = jnp.arange(W, dtype=jnp.int32)[None, None, :, None]
-        mask = (ancestry[:, :, None, :] == slots) & occupied[:, None, None, :]
-        x = self._embed(self.target_table, token, cache.positions[:, None], T)
-        x, cache = self._cached_layers(x[:, :, None], cache, mask.reshape(B, 1, W, W * T))
+        now = cache.lengths[:, None]
         cache = cache._replace(
             ancestry=ancestry,
-            occupied=occupied,
-            positions=cache.positions + 1,
-            index=cache.index + 1,
+            positions=lax.dynamic_update_slice_in_dim(cache.positions, now, cache.index, 1),
+            lengths=cache.lengths + 1,
         )
-        return self.logits(x[:, :, 0]), cache
+        x = self._embed("decoder", token, now, ancestry.shape[2])
+        queries = jnp.broadcast_to(now, (B, W))
+        x, cache = self._cached_layers(x[:, :, None], queries, ancestry, cache)
+        return self.logits(x[:, :, 0]), cache._replace(index=cache.index + 1)
 
     def _cached_layers(
-        self, x: jax.Array, cache: DecodeCache, mask: jax.Array
+        self, x: jax.Array, queries: jax.Array, ancestry: jax.Array, cache: DecodeCache
     ) -> tuple[jax.Array, DecodeCache]:
-        """x [B, W', P, D] through the decoder beside the cache; keys and values are added."""
-        cross_mask = None if cache.src_mask is None else cache.src_mask[:, None, None, :]
+        """New tokens through the decoder beside the cache, which their keys and values join.
+
+        Args:
+            x: [B, W', P, D], embedded.
+            queries: int32 [B, W' * P], their positions.
+            ancestry: int32 [B, W', T], the slot in which each finds its past at each time.
+            cache: positions already hold the new tokens.
+        """
+        B, W, T = cache.ancestry.shape
+        slots = jnp.arange(W, dtype=jnp.int32)[None, None, :, None]
+        # [B, W', slot, time]: time t is seen in the one slot that the ancestry names.
+        own = (ancestry[:, :, None, :] == slots) & (cache.positions != EMPTY)[:, None, None, :]
+        own = jnp.repeat(own.reshape(B, -1, W * T), x.shape[2], axis=1)
+        self_mask = Mask(
+            query_positions=queries,
+            memory_positions=jnp.tile(cache.positions, (1, W)),
+            explicit=own[:, None],
+            causal=True,
+            window=self.config.attention_window,
+        )
+        cross_mask = None
+        if cache.src_mask is not None:
+            cross_mask = Mask(explicit=cache.src_mask[:, None, None, :])
+        bias = self._relative_bias("decoder")
         keys, values = list(cache.self_keys), list(cache.self_values)
         for i, layer in enumerate(self.decoder):
             cross = (cache.cross_keys[i], cache.cross_values[i]) if cache.cross_keys else None
-            past = (keys[i], values[i])
-            x, (keys[i], values[i]) = layer.step(x, past, cache.index, mask, cross, cross_mask)
+            x, (keys[i], values[i]) = layer.step(
+                x, (keys[i], values[i]), cache.index, self_mask, bias, cross, cross_mask
+            )
         cache = cache._replace(self_keys=tuple(keys), self_values=tuple(values))
         return self._final_norm(x), cache
 
     def _embed(
         self,
-        table: jax.Array,
+        stack: str,
         ids: jax.Array,
         positions: jax.Array | None,
         length: int,
@@ -269,17 +316,37 @@ class Transformer(nn.Module):
         Positions are below `length`; None: 0, 1, 2, ... along the last axis of ids.
         """
         c = self.config
-        x = table[ids]
+        x = (self.source_table if stack == "encoder" else self.target_table)[ids]
         if c.embedding_scale:
             x *= c.d_model**0.5
+        if positions is None:
+            positions = jnp.arange(ids.shape[-1], dtype=jnp.int32)
         if c.positions == "sinusoidal":
-            encodings = jnp.asarray(sinusoids(length, c.d_model))
-            x += encodings if positions is None else encodings[positions]
+            x += sinusoids_at(positions, length, c)
+        elif c.positions == "learned":
+            _require_known(c, length)
+            x += getattr(self, f"{stack}_positions")[positions]
         x = x.astype(jnp.dtype(c.dtype))
         return dropout(x, c.embedding_dropout, None if drop is None else drop.fold(0))
 
+    def _relative_bias(self, stack: str) -> RelativeBias | None:
+        c = self.config
+        if c.positions != "relative":
+            return None
+        table = getattr(self, f"{stack}_relative_bias")
+        return RelativeBias(table, stack == "encoder", c.relative_max_distance)
+
     def _final_norm(self, x: jax.Array) -> jax.Array:
         return self.decoder_norm(x) if self.config.norm_position == "pre" else x
+
+
+def _require_known(config: ModelConfig, length: int) -> None:
+    """Learned positions end somewhere; all other kinds go on."""
+    if config.positions == "learned" and length > config.max_positions:
+        raise ConfigError(
+            f"--model.max-positions: got {config.max_positions}, "
+            f"allowed: at least {length}, the length asked for (learned positions)"
+        )
 
 
 @dataclass(frozen=True)
@@ -335,9 +402,27 @@ class Model:
             drop,
         )
 
-    def output_table(self, params: Params) -> jax.Array:
-        """The [V, D] matrix that turns decoder output into logits."""
-        return params["output_embedding" if "output_embedding" in params else "embedding"]
+    def attention_weights(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+        """All attention weights of a batch, such as "decoder_0.cross_attention" [B, H, T, S]."""
+        arguments = (batch.src_ids, batch.tgt_in_ids, batch.src_segments, batch.tgt_segments)
+        positions = (batch.src_positions, batch.tgt_positions)
+        _, kept = cast(Any, self._module.apply)(
+            {"params": params},
+            *arguments,
+            *positions,
+            method="hidden",
+            mutable=["intermediates"],
+        )
+        return {
+            f"{layer}.{name}": kinds["weights"][0]
+            for layer, sublayers in kept["intermediates"].items()
+            for name, kinds in sublayers.items()
+        }
+
+    def output_projection(self, params: Params) -> tuple[jax.Array, jax.Array | None]:
+        """The [V, D] matrix, and the [V] bias or None, that turn decoder output into logits."""
+        table = params["output_embedding" if "output_embedding" in params else "embedding"]
+        return table, params.get("output_bias")
 
     def encode(self, params: Params, src_ids: jax.Array, src_mask: jax.Array) -> jax.Array:
         """Transformer.encode: memory [B, S, D]."""

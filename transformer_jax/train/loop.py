@@ -1,9 +1,11 @@
 """The training run: read, train, evaluate, save, stop, go on."""
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -25,7 +27,7 @@ from transformer_jax.data.pipeline import TrainData, encode_pairs, train_batches
 from transformer_jax.data.sources import Splits, load_splits
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.decode.translator import Translator
-from transformer_jax.evaluate import token_loss, translation_quality
+from transformer_jax.evaluate import bleu_of, token_loss, translation_quality
 from transformer_jax.model import Model
 from transformer_jax.sharding import batch_shards, make_mesh, put_batch
 from transformer_jax.train.metrics import MetricsLog, Progress
@@ -46,16 +48,13 @@ def train(config: Config, workdir: Path) -> int:
     Raises:
         ConfigError: the configuration, the data or the run directory cannot be used.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("absl", "orbax", "jax"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    run = _Run(config, workdir.expanduser().absolute())
     with _StopSignal() as stop:
-        finished = run.to_the_end(stop)
-    if not finished:
-        return 128 + (stop.number or 0)
-    run.final_report()
-    return 0
+        run = _Run(config, workdir.expanduser().absolute())
+        with stop.after_the_step():
+            run.to_the_end(stop)
+        if stop.number is None:
+            run.final_report()
+    return 0 if stop.number is None else 128 + stop.number
 
 
 class _Run:
@@ -64,8 +63,9 @@ class _Run:
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.mesh: Mesh = make_mesh(config.mesh)
-        _announce(self.mesh)
+        bleu_of(config.data.target_lang)  # what is missing is said now, not at the first score
         self.splits: Splits = load_splits(config.data)
+        _announce(self.mesh)  # after what most often fails, so that a mistake is one line
         self.config, self.tokenizer = _open_run_directory(config, run_dir, self.splits)
         config = self.config
         self.model = Model(config.model)
@@ -87,9 +87,11 @@ class _Run:
             fingerprint=self.tokenizer.fingerprint,
         )
         self.eval_step = compile_eval_step(self.model, self.mesh)
+        # Last: a start that failed above leaves nothing that would forbid a corrected one.
+        _write(run_dir / "config.json", configs.to_json(config))
 
-    def to_the_end(self, stop: "_StopSignal") -> bool:
-        """Train until the last step (True) or a signal (False); the state is saved either way."""
+    def to_the_end(self, stop: "_StopSignal") -> None:
+        """Train until the last step or a signal; the state is saved either way."""
         config = self.config
         try:
             state, first = self._start_state()
@@ -99,6 +101,9 @@ class _Run:
             log = MetricsLog(self.run_dir, first)
             last = config.train.steps
             with Progress(first, last) as progress:
+                if self._evaluation_due(first) and not log.holds(first, "valid"):
+                    # The run was stopped right after this step.
+                    self._save(first, state, self._evaluate(first, state.params, log, progress))
                 window = _Window(learning_rate(config))
                 for step, batch in self._batches(first):
                     state, metrics = step_fn(state, batch)
@@ -110,11 +115,9 @@ class _Run:
                         log.write(done, "train", values)
                         progress.update(done, values)
                     evaluated = None
-                    if _due(done, config.train.eval_every_steps, last) and not stopping:
+                    if self._evaluation_due(done) and not stopping:
                         window.close(done)
-                        evaluated = self._evaluate(state.params)
-                        log.write(done, "valid", evaluated)
-                        progress.note(done, evaluated)
+                        evaluated = self._evaluate(done, state.params, log, progress)
                         window = _Window(learning_rate(config))
                     if (
                         evaluated
@@ -124,8 +127,7 @@ class _Run:
                         self._save(done, state, evaluated)
                     if stopping:
                         logger.info("stopped by a signal after step %d, saved", done)
-                        return done == last
-            return True
+                        return
         finally:
             self.checkpoints.close()
 
@@ -154,9 +156,14 @@ class _Run:
         for step, batch in zip(steps, batches, strict=True):
             yield step, put_batch(self.mesh, batch)
 
-    def _evaluate(self, params: Any) -> dict[str, float]:
-        if not self.valid:
-            return {}
+    def _evaluation_due(self, step: int) -> bool:
+        train = self.config.train
+        return bool(self.valid) and step > 0 and _due(step, train.eval_every_steps, train.steps)
+
+    def _evaluate(
+        self, step: int, params: Any, log: MetricsLog, progress: Progress
+    ) -> dict[str, float]:
+        """Loss and BLEU on the validation pairs, logged."""
         tokens = self.config.data.global_batch_tokens
         values = token_loss(self.eval_step, params, self.valid_encoded, tokens, self.mesh)
         count = min(self.config.train.eval_bleu_sentences, len(self.valid))
@@ -168,6 +175,8 @@ class _Run:
                 self.config.data.target_lang,
             )
             values |= {"bleu": quality.bleu, "chrf": quality.chrf, "exact": quality.exact}
+        log.write(step, "valid", values)
+        progress.note(step, values)
         return values
 
     def _save(self, step: int, state: TrainState, metrics: dict[str, float] | None) -> None:
@@ -202,9 +211,9 @@ class _Run:
         (self.run_dir / "results.json").write_text(
             json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-        where = os.path.relpath(self.run_dir)
+        python, where = (shlex.quote(os.path.relpath(p)) for p in (sys.executable, self.run_dir))
         print(
-            f"Translate:  echo 'File not found' | {os.path.relpath(sys.executable)} "
+            f"Translate:  echo 'File not found' | {python} "
             f"-m transformer_jax translate --checkpoint {where}"
         )
 
@@ -247,10 +256,12 @@ class _Window:
 
 
 class _StopSignal:
-    """The first Ctrl-C or SIGTERM asks for a stop after the step; a second one leaves at once."""
+    """Ctrl-C or SIGTERM: during training the first one asks for a stop after the step, a second one
+    leaves at once. Before and after it there is nothing to save, and the first one leaves."""
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
+        self._training = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "_StopSignal":
@@ -262,7 +273,18 @@ class _StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def after_the_step(self) -> Iterator[None]:
+        """Training: a signal is answered when the step is over."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+
     def _ask(self, number: int, _: FrameType | None) -> None:
+        if not self._training:
+            raise SystemExit(128 + number)
         if self.number is not None:
             os._exit(128 + number)
         self.number = signal.Signals(number)
@@ -279,7 +301,7 @@ class _Opened(NamedTuple):
 
 
 def _open_run_directory(config: Config, run_dir: Path, splits: Splits) -> _Opened:
-    """Make the run directory, or check that the one that is there belongs to this config."""
+    """Config and tokenizer of a run: those that are there, if they fit this config, or new ones."""
     path = run_dir / "config.json"
     if path.exists():
         saved = configs.load(path)
@@ -291,7 +313,6 @@ def _open_run_directory(config: Config, run_dir: Path, splits: Splits) -> _Opene
                     f"{configs.flag(name)}: got {new!r}, but {run_dir} was started with {old!r}; "
                     "allowed: the same value, or another --workdir"
                 )
-        _write(path, configs.to_json(config))
         return _Opened(config, tokenizer)
     if steps_of(run_dir):
         raise ConfigError(f"--workdir: {run_dir} holds checkpoints but no config.json")
@@ -299,11 +320,9 @@ def _open_run_directory(config: Config, run_dir: Path, splits: Splits) -> _Opene
         tokenizer = Tokenizer.load(Path(config.train.init_from) / "tokenizer")
     else:
         logger.info("training the tokenizer")
-        sides = ((pair[side] for pair in splits.train) for side in (0, 1))
-        tokenizer = Tokenizer.train(list(sides), config.tokenizer)
+        tokenizer = Tokenizer.train(splits.train, config.tokenizer)
     config = _with_vocabulary(config, tokenizer)
     tokenizer.save(run_dir / "tokenizer")
-    _write(path, configs.to_json(config))
     return _Opened(config, tokenizer)
 
 

@@ -27,6 +27,7 @@ def smoothed_cross_entropy(
     targets: jax.Array,
     weights: jax.Array,
     label_smoothing: float,
+    bias: jax.Array | None = None,
 ) -> Metrics:
     """Sums over the real target tokens of a batch.
 
@@ -36,41 +37,40 @@ def smoothed_cross_entropy(
         targets: int [B, T].
         weights: float [B, T], 0 for padding.
         label_smoothing: eps.
+        bias: of the logits, [V].
 
     Returns:
-        Metrics; `loss` is differentiable in hidden and table, the others are not.
+        Metrics; `loss` is differentiable in hidden, table and bias, the others are not.
     """
     weights = weights.astype(jnp.float32)
-    sums = _summed(hidden, table, targets, weights, label_smoothing)
+    sums = _summed(hidden, (table, bias), targets, weights, label_smoothing)
     loss, nll, correct = cast(tuple[jax.Array, ...], sums)
     nll, correct = lax.stop_gradient((nll, correct))
     return Metrics(loss, nll, correct, weights.sum(dtype=jnp.float32), jnp.zeros(()), jnp.ones(()))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _summed(hidden, table, targets, weights, eps):
-    total, _ = _scan(hidden, table, targets, weights, eps, with_gradient=False)
+def _summed(hidden, projection, targets, weights, eps):
+    total, _ = _scan(hidden, projection, targets, weights, eps, with_gradient=False)
     return total
 
 
-def _forward(hidden, table, targets, weights, eps):
-    total, gradients = _scan(hidden, table, targets, weights, eps, with_gradient=True)
-    return total, gradients
+def _forward(hidden, projection, targets, weights, eps):
+    return _scan(hidden, projection, targets, weights, eps, with_gradient=True)
 
 
 def _backward(eps, gradients, cotangent):
-    d_hidden, d_table = gradients
-    scale = cotangent[0]
-    return (d_hidden * scale.astype(d_hidden.dtype), d_table * scale, None, None)
+    scaled = jax.tree.map(lambda d: d * cotangent[0].astype(d.dtype), gradients)
+    return (*scaled, None, None)
 
 
 _summed.defvjp(_forward, _backward)
 
 
-def _scan(hidden, table, targets, weights, eps, with_gradient):
+def _scan(hidden, projection, targets, weights, eps, with_gradient):
     """Run over chunks of target positions; all rows stay together, so a sharded batch does too."""
     B, T, D = hidden.shape
-    V = table.shape[0]
+    V = projection[0].shape[0]
     chunks = min(T, -(-B * T * V // _CHUNK_LOGITS))
     width = -(-T // chunks)
     chunks = -(-T // width)
@@ -82,31 +82,32 @@ def _scan(hidden, table, targets, weights, eps, with_gradient):
 
     def body(carry, chunk):
         h, y, w = chunk
-        sums, d_hidden, d_table = _chunk(
-            h.reshape(-1, D), table, y.ravel(), w.ravel(), eps, with_gradient
+        sums, d_hidden, d_projection = _chunk(
+            h.reshape(-1, D), projection, y.ravel(), w.ravel(), eps, with_gradient
         )
-        total, d_total = carry
-        return (jax.tree.map(jnp.add, total, sums), d_total + d_table), d_hidden.reshape(
-            B, width, -1
-        )
+        carry = jax.tree.map(jnp.add, carry, (sums, d_projection))
+        return carry, d_hidden.reshape(B, width, -1)
 
-    zeros = jnp.zeros((), jnp.float32)
-    start = ((zeros, zeros, zeros), jnp.zeros(table.shape if with_gradient else (), jnp.float32))
+    zeros = (jnp.zeros((), jnp.float32),) * 3
+    start = (zeros, jax.tree.map(jnp.zeros_like, projection) if with_gradient else ())
     parts = (split(hidden), split(targets), split(weights))
     if chunks == 1:
-        (total, d_table), d_hidden = body(start, jax.tree.map(lambda x: x[0], parts))
-        return total, (d_hidden, d_table)
-    (total, d_table), d_hidden = lax.scan(body, start, parts)
+        (total, d_projection), d_hidden = body(start, jax.tree.map(lambda x: x[0], parts))
+        return total, (d_hidden, d_projection)
+    (total, d_projection), d_hidden = lax.scan(body, start, parts)
     d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(B, chunks * width, -1)[:, :T]
-    return total, (d_hidden, d_table)
+    return total, (d_hidden, d_projection)
 
 
-def _chunk(h, table, y, w, eps, with_gradient):
+def _chunk(h, projection, y, w, eps, with_gradient):
     """Sums and gradients of some tokens: h [N, D], y [N], w [N]."""
+    table, bias = projection
     V = table.shape[0]
     low = eps / (V - 1)
-    cast = table.astype(h.dtype)
-    z = jnp.einsum("ND,VD->NV", h, cast, preferred_element_type=jnp.float32)
+    kernel = table.astype(h.dtype)
+    z = jnp.einsum("ND,VD->NV", h, kernel, preferred_element_type=jnp.float32)
+    if bias is not None:
+        z += bias
     top = z.max(-1)
     exp = jnp.exp(z - top[:, None])
     total = exp.sum(-1)
@@ -117,10 +118,11 @@ def _chunk(h, table, y, w, eps, with_gradient):
         loss -= low * z.sum(-1)
     sums = ((loss * w).sum(), ((log_z - z_y) * w).sum(), ((z_y >= top) * w).sum())
     if not with_gradient:
-        return sums, jnp.zeros((h.shape[0], 0), h.dtype), jnp.zeros((), jnp.float32)
+        return sums, jnp.zeros((h.shape[0], 0), h.dtype), ()
     hit = lax.broadcasted_iota(y.dtype, z.shape, 1) == y[:, None]
     d_z = (exp / total[:, None] - jnp.where(hit, 1.0 - eps, low)) * w[:, None]
+    d_bias = None if bias is None else d_z.sum(0)
     d_z = d_z.astype(h.dtype)
-    d_hidden = d_z @ cast
+    d_hidden = d_z @ kernel
     d_table = jnp.einsum("NV,ND->VD", d_z, h, preferred_element_type=jnp.float32)
-    return sums, d_hidden, d_table
+    return sums, d_hidden, (d_table, d_bias)

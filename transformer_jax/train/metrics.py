@@ -28,8 +28,15 @@ class MetricsLog:
                         kept.append(line + "\n")
                 except (ValueError, KeyError):  # a line cut off by a kill
                     continue
-        self._path.write_text("".join(kept), encoding="utf-8")
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(self._path)  # whole or not at all
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first or None)
+
+    def holds(self, step: int, part: str) -> bool:
+        """Whether a line of this step and part is there."""
+        lines = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
+        return any(line["step"] == step and line["part"] == part for line in lines)
 
     def write(self, step: int, part: str, values: dict[str, float]) -> None:
         """One line, safe on disk."""
@@ -77,4 +84,4 @@ class Progress:
     def note(self, step: int, values: dict[str, float]) -> None:
         """The outcome of an evaluation, as a line that stays."""
         text = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
-        self._console.print(f"step {step} validation: {text}", highlight=False)
+        self._console.print(f"step {step} validation: {text}", highlight=False, soft_wrap=True)

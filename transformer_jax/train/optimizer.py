@@ -37,10 +37,36 @@ def learning_rate(config: Config) -> optax.Schedule:
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """The configured Optax optimizer, gradient clipping first."""
     c = config.optimizer
-    if c.name == "adamw":
+    if c.name == "muon":
+        update = optax.contrib.muon(
+            learning_rate(config),
+            beta=0.95,
+            weight_decay=c.weight_decay,
+            adam_b1=c.b1,
+            adam_b2=c.b2,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=_matrices,
+        )
+    elif c.name == "adamw":
         update = optax.adamw(
             learning_rate(config), c.b1, c.b2, c.epsilon, weight_decay=c.weight_decay
         )
     else:
         update = optax.adam(learning_rate(config), c.b1, c.b2, c.epsilon)
     return optax.chain(optax.clip_by_global_norm(c.clip_norm), update) if c.clip_norm else update
+
+
+def _matrices(params: Any) -> Any:
+    """How muon reads each parameter as a matrix; None: not one, Adam takes it."""
+
+    def read(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        name = path[-1].key
+        if name in ("query", "key", "value"):
+            return optax.contrib.MuonDimensionNumbers(0, (1, 2))
+        if name == "out":
+            return optax.contrib.MuonDimensionNumbers((0, 1), 2)
+        if name in ("inner", "gate", "outer"):
+            return optax.contrib.MuonDimensionNumbers(0, 1)
+        return None
+
+    return jax.tree_util.tree_map_with_path(read, params)

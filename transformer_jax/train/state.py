@@ -35,11 +35,24 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: 
     """
     shapes = jax.eval_shape(lambda: new_state(model, optimizer, 0))
     params = param_shardings(mesh, model.logical_axes(), shapes.params)
-    everywhere = jax.tree.map(lambda _: replicated(mesh), shapes)
-    like_params = optax.tree.map_params(
-        optimizer, lambda _, sharding: sharding, everywhere.opt_state, params
-    )
-    shardings = TrainState(everywhere.step, params, like_params)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
+    known = {
+        (_names(path), leaf.shape): sharding
+        for (path, leaf), sharding in zip(
+            jax.tree.leaves_with_path(shapes.params), jax.tree.leaves(params), strict=True
+        )
+    }
+    depth = max(len(names) for names, _ in known)
+
+    def spread(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+        # A statistic of a parameter stands under the parameter's own path, and has its shape.
+        names = _names(path)
+        ends = [names[len(names) - n :] for n in range(1, min(depth, len(names)) + 1)]
+        found = [known[end, leaf.shape] for end in ends if (end, leaf.shape) in known]
+        sharding = found[-1] if found else replicated(mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(spread, shapes)
+
+
+def _names(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(entry, "key", getattr(entry, "name", None)) for entry in path)

@@ -23,8 +23,9 @@ def batch_metrics(
     """Loss sums of a batch; with `drop` None nothing is random."""
     hidden = model.hidden(params, batch, drop)
     weights = (batch.tgt_segments > 0).astype(jnp.float32)
-    table = model.output_table(params)
-    return smoothed_cross_entropy(hidden, table, batch.tgt_out_ids, weights, label_smoothing)
+    table, bias = model.output_projection(params)
+    targets = batch.tgt_out_ids
+    return smoothed_cross_entropy(hidden, table, targets, weights, label_smoothing, bias)
 
 
 def train_step(
