@@ -9,7 +9,7 @@ WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
 VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 READY := $(VENV)/ready-$(VERSION)
 
-.PHONY: setup train test test-all lint format clean
+.PHONY: setup train test test-all test-oracles lint format clean
 
 setup: $(READY)
 
@@ -37,10 +37,14 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not oracle" $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -m "not oracle" $(ARGS)
+
+test-oracles: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-oracles.txt
+	$(BIN)/python -m pytest -q tests/oracles $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

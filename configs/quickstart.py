@@ -30,16 +30,16 @@ def get_config() -> Config:
             max_source_tokens=96,
             max_target_tokens=96,
             global_batch_tokens=3000,
-            num_buckets=4,
+            num_buckets=8,
         ),
         optimizer=OptimizerConfig(
-            schedule="cosine", learning_rate=1.5e-3, warmup_steps=300, clip_norm=1.0
+            schedule="cosine", learning_rate=3e-3, warmup_steps=150, clip_norm=1.0
         ),
         train=TrainConfig(
-            steps=3000,
-            eval_every_steps=1000,
+            steps=1100,
+            eval_every_steps=550,
             eval_bleu_sentences=200,
-            checkpoint_every_steps=500,
+            checkpoint_every_steps=100,
             keep_checkpoints=2,
         ),
     )

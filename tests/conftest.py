@@ -1,5 +1,7 @@
 """Eight simulated CPU devices for every test, and tiny models and runs to share."""
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 
@@ -18,6 +20,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 TINY = ModelConfig(
     vocab_size=40, d_model=32, d_ff=64, num_heads=4, encoder_layers=2, decoder_layers=2
 )
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """For programs that run for milliseconds: LLVM's optimisation takes longer than it saves."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

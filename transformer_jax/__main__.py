@@ -98,14 +98,9 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m transformer_jax", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    parser = command_line.Parser(prog="python -m transformer_jax", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(function, help: str) -> argparse.ArgumentParser:
         added = commands.add_parser(
@@ -156,7 +151,10 @@ def _input(name: str) -> Iterator[str]:
 def _output(name: str) -> TextIO:
     """UTF-8 and "\\n" whatever the locale; standard output is not closed by `with`."""
     target = name if name != "-" else sys.stdout.fileno()
-    return open(target, "w", encoding="utf-8", newline="\n", closefd=name != "-")
+    try:
+        return open(target, "w", encoding="utf-8", newline="\n", closefd=name != "-")
+    except OSError as error:
+        raise ConfigError(f"--output: {name}: cannot be written: {error.strerror}") from None
 
 
 def _chunks(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:

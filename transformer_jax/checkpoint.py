@@ -39,7 +39,8 @@ class Checkpoints:
         fingerprint: str,
     ) -> None:
         policies = ocp.training.preservation_policies
-        self._fingerprint = fingerprint
+        self._run_dir, self._fingerprint = run_dir, fingerprint
+        _set_aside_broken(checkpoint_root(run_dir))
         latest = policies.LatestN(keep_latest)
         best = policies.BestN(
             get_metric_fn=_goodness(best_metric),
@@ -62,7 +63,7 @@ class Checkpoints:
         }
         self._checkpointer.save_checkpointables_async(
             step,
-            items,
+            dict(items),  # Orbax adds to it
             force=True,
             overwrite=True,
             metrics=cast(Any, metrics),
@@ -72,13 +73,12 @@ class Checkpoints:
     @property
     def latest_step(self) -> int | None:
         """The last step that was written whole; None in a fresh run."""
-        latest = self._checkpointer.latest
-        return None if latest is None else latest.step
+        return max(steps_of(self._run_dir), default=None)
 
     def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         """Read items of one step onto the devices that `abstract` names."""
-        path = self._checkpointer.directory / str(step)
-        return load_items(Path(path), abstract, self._fingerprint)
+        path = checkpoint_root(self._run_dir) / str(step)
+        return load_items(path, abstract, self._fingerprint)
 
     def close(self) -> None:
         """Wait until everything is written; errors of the background surface here."""
@@ -100,14 +100,7 @@ def checkpoint_root(run_dir: Path) -> Path:
 
 def steps_of(run_dir: Path) -> list[int]:
     """Steps that were written whole, ascending; unfinished ones do not count."""
-    root = checkpoint_root(run_dir)
-    if not root.is_dir():
-        return []
-    return sorted(
-        int(path.name)
-        for path in root.iterdir()
-        if path.name.isdigit() and ocp.is_orbax_checkpoint(str(path))
-    )
+    return sorted(int(path.name) for path in _step_paths(checkpoint_root(run_dir)) if _whole(path))
 
 
 def find_step(run_dir: Path, which: str | int, best_metric: str) -> int:
@@ -121,11 +114,11 @@ def find_step(run_dir: Path, which: str | int, best_metric: str) -> int:
         goodness = _goodness(best_metric)
         scored = []
         for step in steps:
-            metrics = (_metadata(checkpoint_root(run_dir) / str(step)) or {}).get("metrics")
+            metrics = _metadata(checkpoint_root(run_dir) / str(step)).get("metrics")
             if metrics:
                 scored.append((goodness(metrics), step))
         return max(scored)[1] if scored else steps[-1]
-    if str(which).isdigit() and int(which) in steps:
+    if str(which).isdecimal() and int(which) in steps:
         return int(which)
     raise ConfigError(f"{run_dir}: got step {which!r}, allowed: best, latest or one of {steps}")
 
@@ -143,6 +136,8 @@ def load_items(path: Path, abstract: dict[str, Any], fingerprint: str) -> dict[s
         ConfigError: another tokenizer, a newer format, or parameters that are missing, unexpected
             or of another shape, each by name.
     """
+    if not _whole(path):
+        raise ConfigError(f"{path}: got no whole checkpoint")
     metadata = _metadata(path)
     version, tokenizer = metadata.get("format_version"), metadata.get("tokenizer")
     if not isinstance(version, int) or version > FORMAT_VERSION:
@@ -152,10 +147,35 @@ def load_items(path: Path, abstract: dict[str, Any], fingerprint: str) -> dict[s
             f"{path}: got weights of tokenizer {str(tokenizer)[:12]}, "
             f"allowed: the tokenizer beside them, {fingerprint[:12]}"
         )
-    saved = ocp.checkpointables_metadata(str(path)).metadata
-    for item, tree in abstract.items():
-        _compare(path, item, saved.get(item), tree)
-    return ocp.load_checkpointables(str(path), abstract)
+    try:
+        saved = ocp.checkpointables_metadata(str(path)).metadata
+        for item, tree in abstract.items():
+            _compare(path, item, saved.get(item), tree)
+        return ocp.load_checkpointables(str(path), abstract)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever Orbax meets in damaged files
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{path}: cannot be read, its files are damaged: {first}") from error
+
+
+def _step_paths(root: Path) -> list[Path]:
+    """Directories that are named like a step, whole or not."""
+    found = root.iterdir() if root.is_dir() else ()
+    return [path for path in found if path.name.isdecimal() and path.is_dir()]
+
+
+def _whole(path: Path) -> bool:
+    """Orbax renames a directory when it is complete, and writes this file before."""
+    return not path.name.startswith("0") and (path / "_CHECKPOINT_METADATA").is_file()
+
+
+def _set_aside_broken(root: Path) -> None:
+    """Rename what a broken copy or deletion left: Orbax would count it and delete others for it."""
+    for path in _step_paths(root):
+        if not _whole(path):
+            logger.warning("%s is not a whole checkpoint, renamed to %s.broken", path, path.name)
+            path.rename(path.with_name(f"{path.name}.broken"))
 
 
 def _metadata(path: Path) -> dict[str, Any]:
@@ -170,7 +190,7 @@ def _goodness(best_metric: str) -> Callable[[Any], float]:
 def _compare(path: Path, item: str, saved: Any, wanted: Any) -> None:
     """List by name what is missing, unexpected or of another shape."""
     if saved is None:
-        raise ConfigError(f"{path}: got no item {item!r}")
+        raise ConfigError(f"{path}: got no readable item {item!r}")
     have, want = (_shapes(tree) for tree in (saved, wanted))
     faults = [f"missing {name}" for name in sorted(want.keys() - have.keys())]
     faults += [f"unexpected {name}" for name in sorted(have.keys() - want.keys())]

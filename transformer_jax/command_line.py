@@ -1,12 +1,15 @@
 """The typed command line: a config file, then --section.field VALUE for any field of Config."""
 
+import argparse
 import contextlib
 import importlib.util
+import inspect
 import io
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn, cast
 
 import tyro
 
@@ -15,11 +18,19 @@ from transformer_jax.config import Config, ConfigError, check
 _BOX = re.compile("[╭╮╰╯│─]+")
 
 
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose complaints are ConfigErrors: one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse with what is wrong."""
+        raise ConfigError(message)
+
+
 def load_config_file(spec: str) -> Config:
     """The Config that a file's get_config() returns; "FILE:ARG" calls get_config("ARG")."""
     name, _, argument = spec.partition(":")
     path = Path(name)
-    if not path.is_file():
+    if not path.is_file() or path.suffix != ".py":
         raise ConfigError(f"--config: got {name!r}, allowed: a file such as configs/quickstart.py")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     assert module_spec is not None and module_spec.loader is not None
@@ -27,7 +38,14 @@ def load_config_file(spec: str) -> Config:
     module_spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ConfigError(f"--config: {name}: has no function get_config")
-    return module.get_config(argument) if argument else module.get_config()
+    arguments = [argument] if argument else []
+    try:
+        inspect.signature(module.get_config).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"--config: got {spec!r}, but for get_config of {name}: {error}"
+        ) from None
+    return module.get_config(*arguments)
 
 
 def override(config: Config, arguments: Sequence[str], program: str, description: str) -> Config:
@@ -56,11 +74,18 @@ def override(config: Config, arguments: Sequence[str], program: str, description
 
 def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Call main with the arguments; a user's mistake is one line on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale
+        cast(io.TextIOWrapper, stream).reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         code = main(sys.argv[1:])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
+    except FloatingPointError as error:  # training or a model went wrong, and says so in words
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
     except BrokenPipeError:  # the reader of our output has gone
         code = 0
         sys.stderr.close()

@@ -1,6 +1,7 @@
 """Quality of a model on held-out pairs: token loss, and sacreBLEU and chrF of real translations."""
 
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -69,6 +70,19 @@ def translation_quality(
     return quality._replace(tokens_per_sec=tokens / seconds)
 
 
+def bleu_of(target_lang: str) -> sacrebleu.BLEU:
+    """sacreBLEU with the tokenizer of a language, such as zh, zh-CN or zh_Hans.
+
+    Raises:
+        ConfigError: the tokenizer of the language is not installed (ja and ko need MeCab).
+    """
+    try:
+        return sacrebleu.BLEU(trg_lang=re.split("[-_]", target_lang.lower())[0])
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"--data.target-lang: got {target_lang!r}: {said}") from None
+
+
 def text_quality(hypotheses: Sequence[str], references: Sequence[str], target_lang: str) -> Quality:
     """Corpus BLEU and chrF as the sacrebleu command computes them; the language chooses its
     tokenizer (zh, ja-mecab, ko-mecab, else 13a)."""
@@ -76,10 +90,7 @@ def text_quality(hypotheses: Sequence[str], references: Sequence[str], target_la
         raise ConfigError("evaluation: got no pairs, allowed: at least one")
     if len(hypotheses) != len(references):
         raise ConfigError(f"evaluation: got {len(hypotheses)} for {len(references)} references")
-    try:
-        bleu = sacrebleu.BLEU(trg_lang=target_lang)
-    except RuntimeError as error:  # the tokenizers of ja and ko need MeCab
-        raise ConfigError(f"--data.target-lang: {target_lang}: {error}") from None
+    bleu = bleu_of(target_lang)
     chrf = sacrebleu.CHRF()
     exact = sum(h == r for h, r in zip(hypotheses, references, strict=True))
     return Quality(

@@ -58,7 +58,8 @@ def choose_buckets(
     """At most `count` batch shapes that leave the least padding, source and target together.
 
     Pairs are ordered by their longer side; dynamic programming over the distinct values finds the
-    cuts. Every bucket holds as many rows as fit into batch_tokens on its longer side.
+    cuts. Every bucket holds what a narrower one holds, so that left-over pairs can move up, and as
+    many rows as fit into batch_tokens on its longer side.
 
     Args:
         lengths: int [pairs, 2].
@@ -70,16 +71,14 @@ def choose_buckets(
     edges = np.unique(longer)
     position = np.searchsorted(edges, longer)
     n = len(edges)
-    pairs = np.bincount(position, minlength=n)
-    longest = np.zeros((2, n), np.int64)
-    for side in (0, 1):
-        np.maximum.at(longest[side], position, lengths[:, side])
-    # waste[i, j]: slots of a bucket that holds the distinct values i to j.
-    before = np.concatenate([[0], np.cumsum(pairs)])
+    longest = np.zeros((n, 2), np.int64)  # of all pairs up to each distinct value, on each side
+    np.maximum.at(longest, position, lengths)
+    longest = np.maximum.accumulate(longest)
+    # slots[i, j]: slots that the pairs take in a bucket of the distinct values i to j.
+    before = np.concatenate([[0], np.cumsum(np.bincount(position, minlength=n))])
     slots = np.full((n, n), np.inf)
     for i in range(n):
-        widest = np.maximum.accumulate(longest[:, i:], axis=1).sum(0)
-        slots[i, i:] = widest * (before[i + 1 :] - before[i])
+        slots[i, i:] = longest[i:].sum(1) * (before[i + 1 :] - before[i])
     best, cut = slots[0].copy(), []
     for _ in range(min(count, n) - 1):
         total = best[:-1, None] + slots[1:, :]  # [last value before the cut, last value]
@@ -90,12 +89,10 @@ def choose_buckets(
         if ends[-1] == 0:
             break
         ends.append(int(choice[ends[-1]]))
-    buckets, start = [], 0
-    for end in sorted(set(ends)):
-        source, target = (int(side[start : end + 1].max()) for side in longest)
+    buckets = []
+    for source, target in longest[sorted(set(ends))].tolist():
         rows = max(1, batch_tokens // max(source, target) // row_multiple) * row_multiple
         buckets.append(Bucket(rows, source, target))
-        start = end + 1
     return buckets
 
 

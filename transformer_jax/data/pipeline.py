@@ -88,6 +88,8 @@ def train_batches(data: TrainData, first: int, stop: int) -> Iterator[Batch]:
 def eval_batches(encoded: Encoded, batch_tokens: int, row_multiple: int) -> Iterator[Batch]:
     """Every pair once, nothing filtered, few shapes, the last rows filled up."""
     lengths = encoded.lengths
+    if not len(lengths):
+        return
     buckets = choose_buckets(lengths, 2, batch_tokens, row_multiple)
     plan = Plan(lengths, buckets, seed=0)
     for index in range(plan.batches_per_epoch):

@@ -35,7 +35,8 @@ def load_splits(config: DataConfig) -> Splits:
         return _tfds_splits(config)
     train = _text_part(config, "train")
     if not train:
-        raise ConfigError("--data.train-source: got no files, allowed: one or more text files")
+        got = f"no lines in {', '.join(config.train_source)}" if config.train_source else "no files"
+        raise ConfigError(f"--data.train-source: got {got}, allowed: one or more text files")
     valid, test = _text_part(config, "valid"), _text_part(config, "test")
     return Splits(train, {"valid": valid} if valid else {}, {"test": test} if test else {})
 
@@ -48,6 +49,7 @@ def read_lines(path: str | Path | int) -> Iterator[str]:
     Raises:
         ConfigError: names file and line of bytes that are not UTF-8, or the missing file.
     """
+    name = "standard input" if isinstance(path, int) else path
     try:
         with open(path, "rb") as file:
             for number, raw in enumerate(file, 1):
@@ -56,11 +58,11 @@ def read_lines(path: str | Path | int) -> Iterator[str]:
                 except UnicodeDecodeError as error:
                     byte = raw[error.start]
                     raise ConfigError(
-                        f"{path}:{number}: got byte 0x{byte:02X}, allowed: UTF-8"
+                        f"{name}:{number}: got byte 0x{byte:02X}, allowed: UTF-8"
                     ) from None
                 yield line.removesuffix("\n").removesuffix("\r")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
 
 
 def read_parallel(source: str | Path, target: str | Path) -> list[Pair]:
@@ -105,7 +107,7 @@ class _TfdsPairs(Sequence[Pair]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        record = self._records[index]
+        record = self._records[range(len(self))[index]]  # IndexError past the end: iteration stops
         texts = (record[lang] for lang in self._langs)
         return Pair(*(t.decode("utf-8") if isinstance(t, bytes) else str(t) for t in texts))
 
@@ -144,7 +146,11 @@ def _tfds_splits(config: DataConfig) -> Splits:
             raise ConfigError(
                 f"--data.tfds-*-split: got {split!r}, allowed: {sorted(builder.info.splits)}"
             )
-        records = cast(Any, builder).as_data_source(split=split)
+        try:
+            records = cast(Any, builder).as_data_source(split=split)
+        except (ValueError, NotImplementedError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(f"--data.tfds-*-split: got {split!r}: {first}") from None
         return _TfdsPairs(records, config.source_lang, config.target_lang)
 
     valid, test = config.tfds_valid_split, config.tfds_test_split

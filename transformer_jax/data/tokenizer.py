@@ -2,10 +2,9 @@
 
 import hashlib
 import io
-import itertools
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,19 @@ class Tokenizer:
     def __init__(self, model: bytes) -> None:
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._keeps_spaces = bool(self._processor.encode(" "))  # normalization "identity" does
 
     @classmethod
-    def train(cls, texts: Sequence[Iterable[str]], config: TokenizerConfig) -> "Tokenizer":
-        """Learn pieces from several streams of lines, such as both sides of a corpus.
+    def train(cls, pairs: Sequence[Sequence[str]], config: TokenizerConfig) -> "Tokenizer":
+        """Learn pieces from sentence pairs: from both sides, or from all texts of longer rows.
+
+        Of more than sample_lines rows, as many are taken, evenly spread.
 
         Raises:
             ConfigError: the vocabulary size does not suit the text.
         """
-        lines = itertools.chain.from_iterable(
-            itertools.islice(side, config.sample_lines) for side in texts
-        )
+        count = min(len(pairs), config.sample_lines)
+        lines = (line for i in range(count) for line in pairs[i * len(pairs) // count])
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
@@ -105,7 +106,8 @@ class Tokenizer:
     def decode(self, ids: Any) -> str:
         """Text of target ids (list, NumPy or JAX array), on one line; special ids are left out."""
         text = self._processor.decode(self._real(ids))
-        return _LINE_BREAKS.sub(" ", text).strip()
+        text = _LINE_BREAKS.sub(" ", text)
+        return text if self._keeps_spaces else text.strip()
 
     def pieces(self, ids: Any) -> list[str]:
         """The pieces of target ids, as strings."""
@@ -113,7 +115,7 @@ class Tokenizer:
 
     def _real(self, ids: Any) -> list[int]:
         values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        return [i for i in values if START < i < self.vocab_size]
+        return [int(i) for i in values if START < i < self.vocab_size]
 
 
 def clean(line: str) -> str:

@@ -59,9 +59,12 @@ class Engine:
                 f"allowed: at least {vocab_size}, the pieces of the tokenizer"
             )
         self._model, self.params = model, params
+        # Special ids are no text, and with byte fallback nothing is unknown.
         allowed = np.arange(model.config.vocab_size) < vocab_size
         allowed[[PAD, UNK, START]] = False
-        self._allowed = allowed
+        self.allowed = allowed
+        learned = model.config.positions == "learned"
+        self._longest = model.config.max_positions if learned else None
 
     def search(
         self,
@@ -81,7 +84,7 @@ class Engine:
         results: list[list[Hypothesis]] = [[] for _ in sources]
         start = 0
         while start < len(order):
-            longest = source_length(len(sources[order[start]]))
+            longest = self._within(source_length(len(sources[order[start]])))
             most = max(r for r in ROWS if r == 1 or r * longest <= batch_tokens)
             group = [i for i in order[start : start + most] if len(sources[i]) <= longest]
             rows = min(r for r in ROWS if r >= len(group))
@@ -95,11 +98,11 @@ class Engine:
                     self.params,
                     src_ids,
                     limit,
-                    self._allowed,
+                    self.allowed,
                     model=self._model,
                     beam_size=beam_size,
                     length_penalty=length_penalty,
-                    max_len=longest + max_extra_tokens,
+                    max_len=self._within(longest + max_extra_tokens),
                     num_hypotheses=num_hypotheses,
                 )
             )
@@ -108,13 +111,27 @@ class Engine:
             start += len(group)
         return results
 
+    def _within(self, length: int) -> int:
+        """A buffer no longer than the positions that the model has learned."""
+        return length if self._longest is None else min(length, self._longest)
+
     def score(
-        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], batch_tokens: int
+        self,
+        sources: Sequence[Sequence[int]] | None,
+        targets: Sequence[Sequence[int]],
+        batch_tokens: int,
     ) -> list[np.ndarray]:
-        """Log-probability of each given target token (EOS last), by one forward pass."""
-        widths = [source_length(max(len(s), len(t))) for s, t in zip(sources, targets, strict=True)]
-        order = sorted(range(len(sources)), key=lambda i: widths[i])
-        results: list[np.ndarray] = [np.zeros(0)] * len(sources)
+        """Log-probability of each given target token (EOS last), by one forward pass.
+
+        Sources are None for a decoder-only model.
+        """
+        given = [()] * len(targets) if sources is None else sources
+        widths = [
+            self._within(source_length(max(len(s), len(t))))
+            for s, t in zip(given, targets, strict=True)
+        ]
+        order = sorted(range(len(targets)), key=lambda i: widths[i])
+        results: list[np.ndarray] = [np.zeros(0)] * len(targets)
         start = 0
         while start < len(order):
             width = widths[order[start]]
@@ -123,9 +140,10 @@ class Engine:
             rows = min(r for r in ROWS if r >= len(group))
             src_ids, tgt_ids = np.full((2, rows, width), PAD, np.int32)
             for row, i in enumerate(group):
-                src_ids[row, : len(sources[i])] = sources[i]
+                src_ids[row, : len(given[i])] = given[i]
                 tgt_ids[row, : len(targets[i])] = targets[i]
-            found = np.asarray(_score(self.params, src_ids, tgt_ids, model=self._model))
+            has_source = None if sources is None else src_ids
+            found = np.asarray(_score(self.params, has_source, tgt_ids, model=self._model))
             for row, i in enumerate(group):
                 results[i] = found[row, : len(targets[i])]
                 _require_finite(results[i])
@@ -168,13 +186,15 @@ def _translate(
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _score(params: Any, src_ids: jax.Array, tgt_ids: jax.Array, *, model: Model) -> jax.Array:
+def _score(
+    params: Any, src_ids: jax.Array | None, tgt_ids: jax.Array, *, model: Model
+) -> jax.Array:
     """Log-probability of every target id [B, T], 0 at padding."""
     start = jnp.full_like(tgt_ids[:, :1], START)
     tgt_in_ids = jnp.concatenate([start, tgt_ids[:, :-1]], 1)
     real = tgt_ids != PAD
-    segments = (src_ids != PAD).astype(jnp.int32), real.astype(jnp.int32)
-    logits = model.apply(params, src_ids, tgt_in_ids, *segments)
+    src_segments = None if src_ids is None else (src_ids != PAD).astype(jnp.int32)
+    logits = model.apply(params, src_ids, tgt_in_ids, src_segments, real.astype(jnp.int32))
     log_probs = jax.nn.log_softmax(logits)
     return jnp.take_along_axis(log_probs, tgt_ids[:, :, None], 2)[:, :, 0] * real
 

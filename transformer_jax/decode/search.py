@@ -128,6 +128,71 @@ def greedy_search(
     )
 
 
+def sample(
+    step_fn: StepFunction,
+    cache: Any,
+    first_token: jax.Array,
+    *,
+    max_len: int,
+    limit: jax.Array,
+    eos_id: int,
+    seed: jax.Array,
+    temperature: jax.Array | float = 1.0,
+    allowed: jax.Array | None = None,
+) -> SearchResult:
+    """Draw one continuation of `first_token` for each sentence.
+
+    Args:
+        step_fn: as in beam_search, with W = 1.
+        cache: whatever step_fn takes.
+        first_token: int32 [B], not part of the result.
+        max_len: T, the static size of the result.
+        limit: int32 [B], tokens that each sentence may have, EOS included; max_len is a limit too.
+        eos_id: the token that ends a hypothesis.
+        seed: int32 [B]; what a sentence draws follows from its own seed alone.
+        temperature: logits are divided by it; 0: the likeliest token.
+        allowed: bool [V], tokens that may be drawn; None: all.
+
+    Returns:
+        SearchResult of one hypothesis; log_prob is that of the model, without temperature.
+    """
+    B = first_token.shape[0]
+    limit = jnp.minimum(limit, max_len)
+    keys = jax.vmap(jax.random.key)(jnp.asarray(seed, jnp.uint32))
+
+    def go_on(state: tuple) -> jax.Array:
+        return state[-1].any()
+
+    def advance(state: tuple) -> tuple:
+        time, cache, token, ids, log_prob, ended, active = state
+        logits, cache = step_fn(token[:, None], None, cache)
+        log_probs = jax.nn.log_softmax(logits[:, 0].astype(jnp.float32))
+        choice = log_probs if allowed is None else jnp.where(allowed, log_probs, DEAD)
+        noise = jax.vmap(
+            lambda key: jax.random.gumbel(jax.random.fold_in(key, time), choice.shape[1:])
+        )
+        token = jnp.argmax(choice + temperature * noise(keys), -1).astype(jnp.int32)
+        gain = jnp.take_along_axis(log_probs, token[:, None], 1)[:, 0]
+        ids = ids.at[:, time].set(jnp.where(active, token, 0))
+        log_prob = jnp.where(active, log_prob + gain, log_prob)
+        ended |= active & (token == eos_id)
+        active &= (token != eos_id) & (time + 1 < limit) & ~jnp.isnan(log_prob)
+        return time + 1, cache, token, ids, log_prob, ended, active
+
+    start = (
+        jnp.zeros((), jnp.int32),
+        cache,
+        first_token.astype(jnp.int32),
+        jnp.zeros((B, max_len), jnp.int32),
+        jnp.zeros((B,), jnp.float32),
+        jnp.zeros((B,), bool),
+        limit > 0,
+    )
+    _, _, _, ids, log_prob, ended, _ = lax.while_loop(go_on, advance, start)
+    log_prob = log_prob[:, None]
+    return SearchResult(ids[:, None], log_prob, log_prob, ended[:, None])
+
+
 def _start(
     cache: Any, first_token: jax.Array, limit: jax.Array, W: int, n: int, max_len: int
 ) -> _State:

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformer_jax import config as configs
-from transformer_jax.checkpoint import find_step, load_params
 from transformer_jax.config import Config, ConfigError
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.decode.engine import Engine, Hypothesis
+from transformer_jax.decode.trained import load_trained
 from transformer_jax.model import Model
-from transformer_jax.sharding import make_mesh, replicated
 from transformer_jax.types import Score, Translation
 
 logger = logging.getLogger(__name__)
@@ -28,6 +26,8 @@ class Translator:
     """
 
     def __init__(self, params: Any, config: Config, tokenizer: Tokenizer) -> None:
+        if not config.model.encoder_layers:
+            raise ConfigError("--model.encoder-layers: got 0, a language model: use LanguageModel")
         self.params, self.config, self.tokenizer = params, config, tokenizer
         self.model = Model(config.model)
         self._engine = Engine(self.model, params, tokenizer.vocab_size)
@@ -43,22 +43,7 @@ class Translator:
         Raises:
             ConfigError: no such run, or its parts do not belong together.
         """
-        run_dir = Path(path).expanduser().absolute()
-        if run_dir.parent.name == "checkpoints" and run_dir.name.isdigit():
-            run_dir, which = run_dir.parent.parent, run_dir.name
-        config = configs.load(run_dir / "config.json")
-        tokenizer = Tokenizer.load(run_dir / "tokenizer")
-        step = find_step(run_dir, which or "best", config.train.best_metric)
-        model = Model(config.model)
-        mesh = make_mesh(configs.MeshConfig())
-        import jax
-
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)),
-            model.abstract_params(),
-        )
-        params = load_params(run_dir, step, abstract, tokenizer.fingerprint)
-        return cls(params, config, tokenizer)
+        return cls(*load_trained(path, which))
 
     def translate(self, texts: Sequence[str], **options: Any) -> list[str]:
         """The best translation of each text, in order; "" for a text without content.

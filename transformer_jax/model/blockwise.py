@@ -84,10 +84,10 @@ def blockwise_attention(
             ).reshape(B, H, q, U)
             return new, total, acc * shrink[..., None] + part
 
+        @jax.checkpoint  # around the cond: what its branches keep would be stacked over all blocks
         def step(state, j):
             needed = mask.block(i * q, q, j * m, m).any()
-            run = jax.checkpoint(one_block)
-            return lax.cond(needed, lambda: run(state, j), lambda: state), None
+            return lax.cond(needed, lambda: one_block(state, j), lambda: state), None
 
         start = (
             jnp.full((B, H, q), _LOWEST, jnp.float32),

@@ -1,0 +1,45 @@
+"""A trained run, read from its directory: parameters, config and tokenizer that belong together."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from transformer_jax import config as configs
+from transformer_jax.checkpoint import find_step, load_params
+from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.model import Model
+from transformer_jax.sharding import make_mesh, replicated
+
+
+class Trained(NamedTuple):
+    """What a run directory holds, without the optimizer."""
+
+    params: Any
+    config: configs.Config
+    tokenizer: Tokenizer
+
+
+def load_trained(path: str | Path, which: str | int | None = None) -> Trained:
+    """Load a run directory, or one step of it (a directory checkpoints/STEP).
+
+    Args:
+        path: the directory.
+        which: "best", "latest" or a step; None: best, else latest.
+
+    Raises:
+        ConfigError: no such run, or its parts do not belong together.
+    """
+    run_dir = Path(path).expanduser().absolute()
+    if run_dir.parent.name == "checkpoints" and run_dir.name.isdigit():
+        run_dir, which = run_dir.parent.parent, run_dir.name
+    config = configs.load(run_dir / "config.json")
+    tokenizer = Tokenizer.load(run_dir / "tokenizer")
+    step = find_step(run_dir, which or "best", config.train.best_metric)
+    everywhere = replicated(make_mesh(configs.MeshConfig()))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
+        Model(config.model).abstract_params(),
+    )
+    params = load_params(run_dir, step, abstract, tokenizer.fingerprint)
+    return Trained(params, config, tokenizer)
