@@ -1,6 +1,7 @@
 """The house: which file stands on which floor, and what inference can do without."""
 
 import ast
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ PACKAGE = REPOSITORY / "transformer_jax"
 FLOORS: dict[str, int] = {
     "config": 0,
     "types": 0,
+    "runtime": 1,
     "sharding": 1,
     "data": 1,
     "checkpoint": 2,
@@ -172,6 +174,7 @@ def python(code: str, *arguments: str) -> str:
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         cwd=REPOSITORY,
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},  # quicker compilation
         capture_output=True,
         text=True,
         check=False,

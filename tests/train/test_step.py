@@ -295,8 +295,8 @@ def test_a_copy_task_is_learnt():
         dropout=0.0,
         embedding_dropout=0.0,
     )
-    optimizer = OptimizerConfig(schedule="cosine", learning_rate=6e-3, warmup_steps=30)
-    steps = 400
+    optimizer = OptimizerConfig(schedule="cosine", learning_rate=1e-2, warmup_steps=30)
+    steps = 300
     config = replace(CONFIG, model=model, optimizer=optimizer, train=TrainConfig(steps=steps))
     trainer = Trainer(config, devices(1))
     state = trainer.state(jax.jit(Model(model).init)(jax.random.key(0)))

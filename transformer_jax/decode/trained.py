@@ -9,6 +9,7 @@ from transformer_jax import config as configs
 from transformer_jax.checkpoint import find_step, load_params
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.model import Model
+from transformer_jax.runtime import keep_compiled_programs
 from transformer_jax.sharding import make_mesh, replicated
 
 
@@ -33,6 +34,7 @@ def load_trained(path: str | Path, which: str | int | None = None) -> Trained:
     run_dir = Path(path).expanduser().absolute()
     if run_dir.parent.name == "checkpoints" and run_dir.name.isdigit():
         run_dir, which = run_dir.parent.parent, run_dir.name
+    keep_compiled_programs()
     config = configs.load(run_dir / "config.json")
     tokenizer = Tokenizer.load(run_dir / "tokenizer")
     step = find_step(run_dir, which or "best", config.train.best_metric)

@@ -7,7 +7,6 @@ from typing import Any
 
 import rich.console
 import rich.progress
-from tensorboardX import SummaryWriter
 
 
 class MetricsLog:
@@ -19,6 +18,8 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: Path, first: int) -> None:
+        from tensorboardX import SummaryWriter  # loads torch where that is installed: seconds
+
         self._path = run_dir / "metrics.jsonl"
         kept = []
         if self._path.exists():

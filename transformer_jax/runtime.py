@@ -1,0 +1,60 @@
+"""What JAX runs on: the line that names it, and the cache of compiled programs."""
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import jax
+import jaxlib.version
+from jax.sharding import Mesh
+
+# Programs that compile faster than this are not worth a file.
+_LEAST_COMPILE_SECS = 0.5
+
+
+def keep_compiled_programs() -> None:
+    """Keep compiled programs on disk, so that the next process starts in a fraction of the time.
+
+    They lie in the user's cache directory, apart for each kind of processor. JAX's own
+    JAX_COMPILATION_CACHE_DIR, or an application that has set it, comes first.
+    """
+    if jax.config.jax_compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR") == "":
+        return
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = Path(root) / "transformer_jax" / f"compiled-{_processor()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home: compile anew
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_COMPILE_SECS)
+
+
+def describe(mesh: Mesh) -> str:
+    """Backend, devices, mesh and versions in one line: the first of every run."""
+    import flax
+    import optax
+
+    shape = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    versions = {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "flax": flax.__version__,
+        "optax": optax.__version__,
+    }
+    return (
+        f"{jax.default_backend()}: {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {shape}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+    )
+
+
+def _processor() -> str:
+    """Hash of the processor's kind and abilities: machine code must not travel to another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
+    except OSError:
+        lines = []
+    wanted = ("model name", "flags", "Features")
+    kind = "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    return hashlib.sha256(f"{platform.machine()}{kind}".encode()).hexdigest()[:12]
