@@ -19,7 +19,10 @@ def keep_compiled_programs() -> None:
     They lie in the user's cache directory, apart for each kind of processor. JAX's own
     JAX_COMPILATION_CACHE_DIR, or an application that has set it, comes first.
     """
-    if jax.config.jax_compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR") == "":
+    if (
+        jax.config.values["jax_compilation_cache_dir"]
+        or os.environ.get("JAX_COMPILATION_CACHE_DIR") == ""
+    ):
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(root) / "transformer_jax" / f"compiled-{_processor()}"

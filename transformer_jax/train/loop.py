@@ -29,6 +29,7 @@ from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.decode.translator import Translator
 from transformer_jax.evaluate import bleu_of, token_loss, translation_quality
 from transformer_jax.model import Model
+from transformer_jax.runtime import describe, keep_compiled_programs
 from transformer_jax.sharding import batch_shards, make_mesh, put_batch
 from transformer_jax.train.metrics import MetricsLog, Progress
 from transformer_jax.train.optimizer import learning_rate, make_optimizer
@@ -61,11 +62,14 @@ class _Run:
     """Everything a run holds while it trains."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
+        keep_compiled_programs()
         self.run_dir = run_dir
         self.mesh: Mesh = make_mesh(config.mesh)
         bleu_of(config.data.target_lang)  # what is missing is said now, not at the first score
         self.splits: Splits = load_splits(config.data)
-        _announce(self.mesh)  # after what most often fails, so that a mistake is one line
+        logger.info(
+            describe(self.mesh)
+        )  # after what most often fails, so that a mistake is one line
         self.config, self.tokenizer = _open_run_directory(config, run_dir, self.splits)
         config = self.config
         self.model = Model(config.model)
@@ -354,23 +358,3 @@ def _write(path: Path, text: str) -> None:
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def _announce(mesh: Mesh) -> None:
-    """First line of every run: where it runs, and on what versions."""
-    import flax
-    import jaxlib.version
-
-    device = mesh.devices.flat[0]
-    shape = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    logger.info(
-        "%s: %d x %s, mesh %s; jax %s, jaxlib %s, flax %s, optax %s",
-        jax.default_backend(),
-        mesh.size,
-        device.device_kind,
-        shape,
-        jax.__version__,
-        jaxlib.version.__version__,
-        flax.__version__,
-        optax.__version__,
-    )
