@@ -26,6 +26,7 @@ FLOORS: dict[str, int] = {
     "interop": 5,
     "evaluate": 6,
     "plan": 6,
+    "train.report": 7,
     "train.loop": 7,
     "command_line": 7,
     "__main__": 8,
@@ -36,7 +37,10 @@ ORDER: dict[str, list[str]] = {
         *["masks", "dropout", "positions", "blockwise", "linear"],
         *["attention", "layers", "transformer"],
     ],
-    "train": ["loss", "optimizer", "state", "step", "metrics", "loop"],
+    "train": [
+        *["loss", "optimizer", "state", "step", "metrics", "stop", "run_directory"],
+        *["report", "loop"],
+    ],
     "decode": ["search", "engine", "trained", "translator", "language_model"],
     "interop": [],
 }

@@ -1,41 +1,37 @@
 """The training run: read, train, evaluate, save, stop, go on."""
 
-import contextlib
-import dataclasses
-import json
 import logging
-import os
-import shlex
-import signal
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from transformer_jax import config as configs
-from transformer_jax.checkpoint import Checkpoints, find_step, load_params, steps_of
-from transformer_jax.config import Config, ConfigError
+from transformer_jax.checkpoint import Checkpoints, steps_of
+from transformer_jax.config import Config
 from transformer_jax.data.batching import Encoded
 from transformer_jax.data.pipeline import TrainData, encode_pairs, train_batches, train_data
 from transformer_jax.data.sources import Splits, load_splits
-from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.decode.translator import Translator
 from transformer_jax.evaluate import bleu_of, token_loss, translation_quality
 from transformer_jax.model import Model
 from transformer_jax.runtime import describe, keep_compiled_programs
 from transformer_jax.sharding import batch_shards, make_mesh, put_batch
-from transformer_jax.train.metrics import MetricsLog, Progress
+from transformer_jax.train.metrics import MetricsLog, Progress, Window
 from transformer_jax.train.optimizer import learning_rate, make_optimizer
+from transformer_jax.train.report import report
+from transformer_jax.train.run_directory import (
+    open_run_directory,
+    params_of_another_run,
+    save_config,
+)
 from transformer_jax.train.state import TrainState, abstract_state, new_state
 from transformer_jax.train.step import compile_eval_step, compile_train_step
-from transformer_jax.types import Metrics, Pair
+from transformer_jax.train.stop import StopSignal
+from transformer_jax.types import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +45,12 @@ def train(config: Config, workdir: Path) -> int:
     Raises:
         ConfigError: the configuration, the data or the run directory cannot be used.
     """
-    with _StopSignal() as stop:
+    with StopSignal() as stop:
         run = _Run(config, workdir.expanduser().absolute())
         with stop.after_the_step():
             run.to_the_end(stop)
-        if stop.number is None:
-            run.final_report()
+        if stop.number is None and steps_of(run.run_dir):
+            report(run.run_dir, run.config, run.splits.test or run.splits.valid)
     return 0 if stop.number is None else 128 + stop.number
 
 
@@ -70,7 +66,7 @@ class _Run:
         logger.info(
             describe(self.mesh)
         )  # after what most often fails, so that a mistake is one line
-        self.config, self.tokenizer = _open_run_directory(config, run_dir, self.splits)
+        self.config, self.tokenizer = open_run_directory(config, run_dir, self.splits.train)
         config = self.config
         self.model = Model(config.model)
         self.optimizer: optax.GradientTransformation = make_optimizer(config)
@@ -92,9 +88,9 @@ class _Run:
         )
         self.eval_step = compile_eval_step(self.model, self.mesh)
         # Last: a start that failed above leaves nothing that would forbid a corrected one.
-        _write(run_dir / "config.json", configs.to_json(config))
+        save_config(config, run_dir)
 
-    def to_the_end(self, stop: "_StopSignal") -> None:
+    def to_the_end(self, stop: "StopSignal") -> None:
         """Train until the last step or a signal; the state is saved either way."""
         config = self.config
         try:
@@ -108,7 +104,7 @@ class _Run:
                 if self._evaluation_due(first) and not log.holds(first, "valid"):
                     # The run was stopped right after this step.
                     self._save(first, state, self._evaluate(first, state.params, log, progress))
-                window = _Window(learning_rate(config))
+                window = Window(learning_rate(config))
                 for step, batch in self._batches(first):
                     state, metrics = step_fn(state, batch)
                     window.add(metrics)
@@ -122,7 +118,7 @@ class _Run:
                     if self._evaluation_due(done) and not stopping:
                         window.close(done)
                         evaluated = self._evaluate(done, state.params, log, progress)
-                        window = _Window(learning_rate(config))
+                        window = Window(learning_rate(config))
                     if (
                         evaluated
                         or stopping
@@ -150,7 +146,9 @@ class _Run:
         )
         state = make(self.config.seed)
         if self.config.train.init_from:
-            state = state._replace(params=_params_of(self.config, self.tokenizer, self.abstract))
+            abstract = self.abstract.params
+            params = params_of_another_run(self.config, self.tokenizer, abstract)
+            state = state._replace(params=params)
         return state, 0
 
     def _batches(self, first: int) -> Iterator[tuple[int, Any]]:
@@ -171,7 +169,7 @@ class _Run:
         tokens = self.config.data.global_batch_tokens
         values = token_loss(self.eval_step, params, self.valid_encoded, tokens, self.mesh)
         count = min(self.config.train.eval_bleu_sentences, len(self.valid))
-        if count:
+        if count and self.config.model.encoder_layers:
             chosen = np.linspace(0, len(self.valid) - 1, count).astype(int)
             quality = translation_quality(
                 Translator(params, self.config, self.tokenizer),
@@ -191,169 +189,6 @@ class _Run:
             )
         items = {"params": state.params, "opt_state": state.opt_state}
         self.checkpoints.save(step, items, metrics)
-
-    def final_report(self) -> None:
-        """Scores of the best checkpoint on the test parts, some translations, and what to do."""
-        if not steps_of(self.run_dir):
-            return
-        translator = Translator.from_checkpoint(self.run_dir)
-        parts = self.splits.test or self.splits.valid
-        results = {}
-        for name, pairs in parts.items():
-            quality = translation_quality(translator, pairs, self.config.data.target_lang)
-            results[name] = {k: v for k, v in quality._asdict().items() if k != "hypotheses"}
-            print(
-                f"{name}: sacreBLEU {quality.bleu:.1f} ({quality.signature}), "
-                f"chrF {quality.chrf:.1f}, exact {quality.exact:.1f} % "
-                f"of {quality.sentences} sentences, {quality.tokens_per_sec:.0f} tokens/s"
-            )
-            shown = np.linspace(0, len(pairs) - 1, min(len(pairs), 3)).astype(int)
-            for i in shown:
-                print(f"    source    {pairs[i].source}")
-                print(f"    reference {pairs[i].target}")
-                print(f"    model     {quality.hypotheses[i]}")
-        (self.run_dir / "results.json").write_text(
-            json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-        python, where = (shlex.quote(os.path.relpath(p)) for p in (sys.executable, self.run_dir))
-        print(
-            f"Translate:  echo 'File not found' | {python} "
-            f"-m transformer_jax translate --checkpoint {where}"
-        )
-
-
-class _Window:
-    """Sums of metrics since the last log line; read from the devices only when it is closed."""
-
-    def __init__(self, schedule: optax.Schedule) -> None:
-        self._schedule = schedule
-        self._metrics: list[Metrics] = []
-        self._start = time.perf_counter()
-
-    def add(self, metrics: Metrics) -> None:
-        """One step's sums, still on the devices."""
-        self._metrics.append(metrics)
-
-    def close(self, step: int) -> dict[str, float]:
-        """Means since the last closing, and start anew."""
-        if not self._metrics:
-            return {}
-        host = jax.device_get(self._metrics)
-        total = Metrics(*(float(np.sum(field)) for field in zip(*host, strict=True)))
-        now = time.perf_counter()
-        tokens = max(total.tokens, 1.0)
-        values = {
-            "loss": total.loss / tokens,
-            "nll": total.nll / tokens,
-            "teacher_forced_accuracy": total.correct / tokens,
-            "grad_norm": total.grad_norm / total.updates,
-            "learning_rate": float(np.asarray(self._schedule(step - 1))),
-            "target_tokens_per_sec": total.tokens / (now - self._start),
-            "steps_per_sec": total.updates / (now - self._start),
-        }
-        self._metrics, self._start = [], now
-        if not np.isfinite(values["loss"]):
-            raise FloatingPointError(
-                f"the loss is not finite in the steps up to {step}; nothing of them was saved"
-            )
-        return values
-
-
-class _StopSignal:
-    """Ctrl-C or SIGTERM: during training the first one asks for a stop after the step, a second one
-    leaves at once. Before and after it there is nothing to save, and the first one leaves."""
-
-    def __init__(self) -> None:
-        self.number: signal.Signals | None = None
-        self._training = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "_StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def after_the_step(self) -> Iterator[None]:
-        """Training: a signal is answered when the step is over."""
-        self._training = True
-        try:
-            yield
-        finally:
-            self._training = False
-
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        if not self._training:
-            raise SystemExit(128 + number)
-        if self.number is not None:
-            os._exit(128 + number)
-        self.number = signal.Signals(number)
-        print(
-            f"{self.number.name}: saving after this step; again to leave at once",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-class _Opened(NamedTuple):
-    config: Config
-    tokenizer: Tokenizer
-
-
-def _open_run_directory(config: Config, run_dir: Path, splits: Splits) -> _Opened:
-    """Config and tokenizer of a run: those that are there, if they fit this config, or new ones."""
-    path = run_dir / "config.json"
-    if path.exists():
-        saved = configs.load(path)
-        tokenizer = Tokenizer.load(run_dir / "tokenizer")
-        config = _with_vocabulary(config, tokenizer)
-        for name, (old, new) in configs.differences(saved, config).items():
-            if not name.startswith(configs.RESUMABLE):
-                raise ConfigError(
-                    f"{configs.flag(name)}: got {new!r}, but {run_dir} was started with {old!r}; "
-                    "allowed: the same value, or another --workdir"
-                )
-        return _Opened(config, tokenizer)
-    if steps_of(run_dir):
-        raise ConfigError(f"--workdir: {run_dir} holds checkpoints but no config.json")
-    if config.train.init_from:
-        tokenizer = Tokenizer.load(Path(config.train.init_from) / "tokenizer")
-    else:
-        logger.info("training the tokenizer")
-        tokenizer = Tokenizer.train(splits.train, config.tokenizer)
-    config = _with_vocabulary(config, tokenizer)
-    tokenizer.save(run_dir / "tokenizer")
-    return _Opened(config, tokenizer)
-
-
-def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """The config whose model has a row for each piece."""
-    size = config.model.vocab_size
-    if size and size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"--model.vocab-size: got {size}, allowed: 0 or at least {tokenizer.vocab_size}, "
-            "the number of pieces of the tokenizer"
-        )
-    model = dataclasses.replace(config.model, vocab_size=size or tokenizer.vocab_size)
-    return dataclasses.replace(config, model=model)
-
-
-def _params_of(config: Config, tokenizer: Tokenizer, abstract: TrainState) -> Any:
-    other = Path(config.train.init_from).expanduser().absolute()
-    step = find_step(other, "best", configs.load(other / "config.json").train.best_metric)
-    return load_params(other, step, abstract.params, tokenizer.fingerprint)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _due(step: int, every: int, last: int) -> bool:

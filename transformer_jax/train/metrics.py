@@ -2,11 +2,62 @@
 
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import rich.console
 import rich.progress
+
+from transformer_jax.types import Metrics
+
+
+class Window:
+    """Sums of metrics since the last log line; read from the devices only when it is closed.
+
+    Args:
+        learning_rate: as a function of the updates made before.
+    """
+
+    def __init__(self, learning_rate: Callable[[Any], Any]) -> None:
+        self._learning_rate = learning_rate
+        self._metrics: list[Metrics] = []
+        self._start = time.perf_counter()
+
+    def add(self, metrics: Metrics) -> None:
+        """One step's sums, still on the devices."""
+        self._metrics.append(metrics)
+
+    def close(self, step: int) -> dict[str, float]:
+        """Means since the last closing, and start anew.
+
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
+        if not self._metrics:
+            return {}
+        host = jax.device_get(self._metrics)
+        total = Metrics(*(float(np.sum(field)) for field in zip(*host, strict=True)))
+        now = time.perf_counter()
+        tokens = max(total.tokens, 1.0)
+        values = {
+            "loss": total.loss / tokens,
+            "nll": total.nll / tokens,
+            "teacher_forced_accuracy": total.correct / tokens,
+            "grad_norm": total.grad_norm / total.updates,
+            "learning_rate": float(np.asarray(self._learning_rate(step - 1))),
+            "target_tokens_per_sec": total.tokens / (now - self._start),
+            "steps_per_sec": total.updates / (now - self._start),
+        }
+        self._metrics, self._start = [], now
+        if not np.isfinite(values["loss"]):
+            raise FloatingPointError(
+                f"the loss is not finite in the steps up to {step}; nothing of them was saved"
+            )
+        return values
 
 
 class MetricsLog:

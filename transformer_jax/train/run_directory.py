@@ -1,0 +1,89 @@
+"""The directory of a run: made anew, or found and checked against the config."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformer_jax import config as configs
+from transformer_jax.checkpoint import find_step, load_params, steps_of
+from transformer_jax.config import Config, ConfigError
+from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.types import Pair
+
+logger = logging.getLogger(__name__)
+
+
+class Opened(NamedTuple):
+    """What a run goes by: its config, with the size of the vocabulary, and its tokenizer."""
+
+    config: Config
+    tokenizer: Tokenizer
+
+
+def open_run_directory(config: Config, run_dir: Path, pairs: Sequence[Pair]) -> Opened:
+    """Config and tokenizer of a run: those that are there, if they fit this config, or new ones.
+
+    Args:
+        config: as the user gave it.
+        run_dir: the run directory; may not exist yet.
+        pairs: the training split, to learn a new tokenizer from.
+
+    Raises:
+        ConfigError: the run that is there was started with another config.
+    """
+    path = run_dir / "config.json"
+    if path.exists():
+        saved = configs.load(path)
+        tokenizer = Tokenizer.load(run_dir / "tokenizer")
+        config = _with_vocabulary(config, tokenizer)
+        for name, (old, new) in configs.differences(saved, config).items():
+            if not name.startswith(configs.RESUMABLE):
+                raise ConfigError(
+                    f"{configs.flag(name)}: got {new!r}, but {run_dir} was started with {old!r}; "
+                    "allowed: the same value, or another --workdir"
+                )
+        return Opened(config, tokenizer)
+    if steps_of(run_dir):
+        raise ConfigError(f"--workdir: {run_dir} holds checkpoints but no config.json")
+    if config.train.init_from:
+        tokenizer = Tokenizer.load(Path(config.train.init_from) / "tokenizer")
+    else:
+        logger.info("training the tokenizer")
+        tokenizer = Tokenizer.train(pairs, config.tokenizer)
+    config = _with_vocabulary(config, tokenizer)
+    tokenizer.save(run_dir / "tokenizer")
+    return Opened(config, tokenizer)
+
+
+def save_config(config: Config, run_dir: Path) -> None:
+    """Write config.json: from now on the directory belongs to this config."""
+    write_whole(run_dir / "config.json", configs.to_json(config))
+
+
+def params_of_another_run(config: Config, tokenizer: Tokenizer, abstract: Any) -> Any:
+    """Parameters of --train.init-from, onto the devices that `abstract` names."""
+    other = Path(config.train.init_from).expanduser().absolute()
+    step = find_step(other, "best", configs.load(other / "config.json").train.best_metric)
+    return load_params(other, step, abstract, tokenizer.fingerprint)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config whose model has a row for each piece."""
+    size = config.model.vocab_size
+    if size and size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--model.vocab-size: got {size}, allowed: 0 or at least {tokenizer.vocab_size}, "
+            "the number of pieces of the tokenizer"
+        )
+    model = dataclasses.replace(config.model, vocab_size=size or tokenizer.vocab_size)
+    return dataclasses.replace(config, model=model)
