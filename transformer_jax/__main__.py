@@ -33,7 +33,7 @@ def translate(options: argparse.Namespace) -> int:
 
     translator = Translator.from_checkpoint(options.checkpoint, options.which)
     wanted = options.n_best or 1
-    with _output(options.output) as out:
+    with _output(options.output, options.input) as out:
         for first, chunk in _chunks(_input(options.input)):
             found = translator.translate_nbest(
                 chunk,
@@ -58,7 +58,7 @@ def score(options: argparse.Namespace) -> int:
 
     pairs = read_parallel(options.source, options.target)
     translator = Translator.from_checkpoint(options.checkpoint, options.which)
-    with _output(options.output) as out:
+    with _output(options.output, options.source, options.target) as out:
         for start in range(0, len(pairs), _CHUNK_LINES):
             chunk = pairs[start : start + _CHUNK_LINES]
             sources, targets = zip(*chunk, strict=True)
@@ -82,8 +82,26 @@ def evaluate(options: argparse.Namespace) -> int:
         length_penalty=options.length_penalty,
     )
     result = {k: v for k, v in quality._asdict().items() if k != "hypotheses"}
-    with _output(options.output) as out:
+    with _output(options.output, options.source, options.reference) as out:
         out.write(json.dumps(result, ensure_ascii=False) + "\n")
+    return 0
+
+
+def generate(options: argparse.Namespace) -> int:
+    """One continuation for each line, by a decoder-only model."""
+    from transformer_jax.decode.language_model import LanguageModel
+
+    model = LanguageModel.from_checkpoint(options.checkpoint, options.which)
+    with _output(options.output, options.input) as out:
+        for first, chunk in _chunks(_input(options.input)):
+            for text in model.generate(
+                chunk,
+                max_tokens=options.max_tokens,
+                temperature=options.temperature,
+                seed=options.seed + first - 1,
+            ):
+                out.write(text + "\n")
+            out.flush()
     return 0
 
 
@@ -133,6 +151,12 @@ def _parser() -> argparse.ArgumentParser:
     searches(added)
     added.add_argument("--source", required=True, help="file")
     added.add_argument("--reference", required=True, help="file")
+    added = command(generate, "continue lines of text (decoder-only models)")
+    reads_checkpoint(added)
+    added.add_argument("--input", default="-", help="file; - (default): standard input")
+    added.add_argument("--max-tokens", type=_positive, default=64, help="default: 64")
+    added.add_argument("--temperature", type=float, default=0.0, help="0 (default): likeliest")
+    added.add_argument("--seed", type=int, default=0, help="line i draws with seed + i")
     added = command(plan, "what a config needs, without an accelerator")
     added.add_argument("--config", required=True, help="file; any --section.field VALUE may follow")
     return parser
@@ -148,8 +172,11 @@ def _input(name: str) -> Iterator[str]:
     return read_lines(name if name != "-" else sys.stdin.fileno())
 
 
-def _output(name: str) -> TextIO:
+def _output(name: str, *inputs: str) -> TextIO:
     """UTF-8 and "\\n" whatever the locale; standard output is not closed by `with`."""
+    for path in inputs:
+        if "-" not in (name, path) and os.path.exists(name) and os.path.samefile(name, path):
+            raise ConfigError(f"--output: got {name}, allowed: another file than the input")
     target = name if name != "-" else sys.stdout.fileno()
     try:
         return open(target, "w", encoding="utf-8", newline="\n", closefd=name != "-")

@@ -29,8 +29,8 @@ class Batch(NamedTuple):
     segments 1, 2, ... one for each sentence pair, and positions that start anew in each.
     """
 
-    src_ids: Array  # int32 [B, S]
-    src_segments: Array  # int32 [B, S]
+    src_ids: Array | None  # int32 [B, S]; None: text for a decoder-only model
+    src_segments: Array | None  # int32 [B, S]
     tgt_in_ids: Array  # int32 [B, T]: start id, then the target shifted right by one
     tgt_out_ids: Array  # int32 [B, T]: the target, EOS last
     tgt_segments: Array  # int32 [B, T]

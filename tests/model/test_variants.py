@@ -25,6 +25,7 @@ from transformer_jax.model.positions import (
     sinusoids_at,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 SAME = {"rtol": 1e-5, "atol": 1e-5}
 TINY = ModelConfig(
     vocab_size=31, d_model=16, d_ff=32, num_heads=4, encoder_layers=2, decoder_layers=2
@@ -440,3 +441,20 @@ def test_a_fused_kernel_on_the_wrong_device_is_refused():
     for name, device in (("cudnn", "GPU"), ("tpu", "TPU")):
         with pytest.raises(ConfigError, match=f"got '{name}': it needs a {device}"):
             attention(q, k, v, Mask(), implementation=name)
+
+
+def test_the_tpu_kernel_equals_plain():
+    """Bug: another scale, segments or causality in the fused kernel; run by Pallas' interpreter."""
+    from jax.experimental.pallas import tpu as pallas_tpu
+
+    from transformer_jax.model import attention as module
+
+    q, k, v = draw_attention(B=1, H=2, G=2, Q=128, M=128, K=64, U=64)
+    segments = jnp.asarray(np.repeat([1, 2, 0], [60, 40, 28])[None], jnp.int32)
+    mask = Mask(segments, segments, causal=True)
+    with pallas_tpu.force_tpu_interpret_mode():
+        got = module._tpu(q, k, v, mask)
+    want = attention(q, k, v, mask, implementation="plain")
+    np.testing.assert_allclose(got[:, :, :100], want[:, :, :100], **SAME)
+    lowered = jax.jit(lambda *a: module._tpu(*a, mask)).trace(q, k, v)
+    assert "tpu_custom_call" in lowered.lower(lowering_platforms=("tpu",)).as_text()

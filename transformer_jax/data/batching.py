@@ -13,7 +13,10 @@ from transformer_jax.types import Batch
 
 
 class Encoded(NamedTuple):
-    """All pairs as ids, EOS last: two flat arrays and where each sentence ends."""
+    """All pairs as ids, EOS last: two flat arrays and where each sentence ends.
+
+    Text for a language model has sources of length 0, without EOS.
+    """
 
     src_ids: np.ndarray  # int32 [sum of source lengths]
     src_ends: np.ndarray  # int64 [pairs + 1], first 0
@@ -47,7 +50,7 @@ def keep(
     Returns:
         bool [pairs], and how many were dropped for each reason.
     """
-    empty = np.any(lengths <= 1, axis=1)
+    empty = (lengths[:, 0] == 1) | (lengths[:, 1] <= 1)
     too_long = np.any(lengths > (max_source, max_target), axis=1) & ~empty
     return ~(empty | too_long), {"empty": int(empty.sum()), "too long": int(too_long.sum())}
 
@@ -139,13 +142,18 @@ class Plan:
 
 
 def collate(encoded: Encoded, bucket: Bucket, pairs: np.ndarray) -> Batch:
-    """Rectangular arrays of some pairs; rows beyond them are filler of segment 0."""
+    """Rectangular arrays of some pairs; rows beyond them are filler of segment 0.
+
+    Text for a language model has no source arrays.
+    """
     src_ids, src_segments = _rows(encoded.src_ids, encoded.src_ends, pairs, bucket.src_length)
     out_ids, tgt_segments = _rows(encoded.tgt_ids, encoded.tgt_ends, pairs, bucket.tgt_length)
     start = np.full((len(pairs), 1), START, np.int32)
     in_ids = np.concatenate([start, out_ids[:, :-1]], 1) * tgt_segments
     fill = ((0, bucket.rows - len(pairs)), (0, 0))
-    return Batch(*(np.pad(x, fill) for x in (src_ids, src_segments, in_ids, out_ids, tgt_segments)))
+    arrays = (src_ids, src_segments, in_ids, out_ids, tgt_segments)
+    batch = Batch(*(np.pad(x, fill) for x in arrays))
+    return batch if bucket.src_length else batch._replace(src_ids=None, src_segments=None)
 
 
 def _rows(

@@ -23,14 +23,15 @@ class TrainData(NamedTuple):
     report: str
 
 
-def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer) -> Encoded:
-    """Ids of all pairs, EOS last."""
+def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, with_source: bool = True) -> Encoded:
+    """Ids of all pairs, EOS last; without sources, as decoder-only models want it, of targets."""
+    encode_source = tokenizer.encode_source if with_source else lambda texts: [[] for _ in texts]
     sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     lengths: tuple[list[int], list[int]] = ([], [])
     for start in range(0, len(pairs), _CHUNK):
         chunk = pairs[start : start + _CHUNK]
         encoded = (
-            tokenizer.encode_source([pair.source for pair in chunk]),
+            encode_source([pair.source for pair in chunk]),
             tokenizer.encode_target([pair.target for pair in chunk]),
         )
         for side, counts, sentences in zip(sides, lengths, encoded, strict=True):
@@ -56,7 +57,7 @@ def train_data(
         ConfigError: nothing is left to train on.
     """
     data = config.data
-    encoded = encode_pairs(pairs, tokenizer)
+    encoded = encode_pairs(pairs, tokenizer, with_source=config.model.encoder_layers > 0)
     kept, dropped = keep(encoded.lengths, data.max_source_tokens, data.max_target_tokens)
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
     report = f"kept {kept.sum()} of {len(pairs)} training pairs ({reasons})"

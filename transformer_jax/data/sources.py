@@ -16,8 +16,12 @@ class Splits(NamedTuple):
     test: Mapping[str, Sequence[Pair]]
 
 
-def load_splits(config: DataConfig) -> Splits:
+def load_splits(config: DataConfig, with_source: bool = True) -> Splits:
     """The three splits of the configured source.
+
+    Args:
+        config: which source, and its files or names.
+        with_source: False: text for a language model, which files of the target side hold.
 
     Raises:
         ConfigError: a file is missing, or two sides do not belong together.
@@ -33,11 +37,13 @@ def load_splits(config: DataConfig) -> Splits:
             raise ConfigError(f"--data.target-lang: {error}") from None
     if config.source == "tfds":
         return _tfds_splits(config)
-    train = _text_part(config, "train")
+    train = _text_part(config, "train", with_source)
     if not train:
-        got = f"no lines in {', '.join(config.train_source)}" if config.train_source else "no files"
-        raise ConfigError(f"--data.train-source: got {got}, allowed: one or more text files")
-    valid, test = _text_part(config, "valid"), _text_part(config, "test")
+        side = "train_source" if with_source else "train_target"
+        files = getattr(config, side)
+        got = f"no lines in {', '.join(files)}" if files else "no files"
+        raise ConfigError(f"{flag(f'data.{side}')}: got {got}, allowed: one or more text files")
+    valid, test = (_text_part(config, part, with_source) for part in ("valid", "test"))
     return Splits(train, {"valid": valid} if valid else {}, {"test": test} if test else {})
 
 
@@ -80,9 +86,11 @@ def read_parallel(source: str | Path, target: str | Path) -> list[Pair]:
     return [Pair(*pair) for pair in zip(source_lines, target_lines, strict=True)]
 
 
-def _text_part(config: DataConfig, part: str) -> list[Pair]:
+def _text_part(config: DataConfig, part: str, with_source: bool) -> list[Pair]:
     sources: tuple[str, ...] = getattr(config, f"{part}_source")
     targets: tuple[str, ...] = getattr(config, f"{part}_target")
+    if not with_source and not sources:
+        return [Pair("", line) for path in targets for line in read_lines(path)]
     if len(sources) != len(targets):
         raise ConfigError(
             f"{flag(f'data.{part}_target')}: got {len(targets)} files, allowed: {len(sources)}, "

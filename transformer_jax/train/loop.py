@@ -62,7 +62,8 @@ class _Run:
         self.run_dir = run_dir
         self.mesh: Mesh = make_mesh(config.mesh)
         bleu_of(config.data.target_lang)  # what is missing is said now, not at the first score
-        self.splits: Splits = load_splits(config.data)
+        with_source = config.model.encoder_layers > 0
+        self.splits: Splits = load_splits(config.data, with_source)
         logger.info(
             describe(self.mesh)
         )  # after what most often fails, so that a mistake is one line
@@ -78,7 +79,7 @@ class _Run:
         sizes = [leaf.size for leaf in jax.tree.leaves(self.abstract.params)]
         logger.info("model: %s parameters", f"{sum(sizes):,}")
         self.valid: list[Pair] = [pair for part in self.splits.valid.values() for pair in part]
-        self.valid_encoded: Encoded = encode_pairs(self.valid, self.tokenizer)
+        self.valid_encoded: Encoded = encode_pairs(self.valid, self.tokenizer, with_source)
         self.checkpoints = Checkpoints(
             run_dir,
             keep_latest=config.train.keep_checkpoints,
