@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/quickstart.py
+TESTS := -q -n 2 --dist loadfile
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
 VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 READY := $(VENV)/ready-$(VERSION)
@@ -37,14 +38,14 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow and not oracle" $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) -m "not slow and not oracle" $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -q -m "not oracle" $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) -m "not oracle" $(ARGS)
 
 test-oracles: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-oracles.txt
-	$(BIN)/python -m pytest -q tests/oracles $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) tests/oracles $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache
