@@ -32,7 +32,10 @@ FLOORS: dict[str, int] = {
     "__main__": 8,
 }
 ORDER: dict[str, list[str]] = {
-    "data": ["tokenizer", "catalogues", "cldr", "embedded", "sources", "batching", "pipeline"],
+    "data": [
+        *["pieces", "tokenizer", "catalogues", "cldr", "embedded"],
+        *["sources", "batching", "pipeline"],
+    ],
     "model": [
         *["masks", "dropout", "positions", "blockwise", "linear"],
         *["attention", "layers", "transformer"],
@@ -236,7 +239,10 @@ def test_inference_works_without_training_libraries(tmp_path: Path):
         lines = [(" ".join("abcdefgh"[i % n] for i in range(n)), "x y z") for n in range(1, 9)]
         tokenizer = Tokenizer.train(lines, TokenizerConfig(vocab_size=272))
         tokenizer.save(run_dir / "tokenizer")
-        model = ModelConfig(tokenizer.vocab_size, 8, 8, 2, encoder_layers=1, decoder_layers=1)
+        model = ModelConfig(
+            vocab_size=tokenizer.vocab_size, d_model=8, d_ff=8, num_heads=2,
+            encoder_layers=1, decoder_layers=1,
+        )
         config = Config(model=model, decode=DecodeConfig(beam_size=1, max_extra_tokens=2))
         (run_dir / "config.json").write_text(configs.to_json(config))
         checkpoints = Checkpoints(

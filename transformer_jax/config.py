@@ -28,6 +28,8 @@ class ModelConfig:
 
     vocab_size: int = 0
     """Rows of the embedding table; 0: taken from the tokenizer."""
+    source_vocab_size: int = 0
+    """Rows of the source table where the two sides have their own pieces; 0: vocab_size."""
     d_model: int = 512
     """Width of the residual stream."""
     d_ff: int = 2048
@@ -70,6 +72,8 @@ class ModelConfig:
     """interleaved: sin, cos, sin, ... as in the paper; concatenated: all sines first."""
     sinusoid_exponent: Literal["2i/d", "i/(d/2-1)"] = "2i/d"
     """Frequency i is 10000 to the minus this; the authors' code has the second."""
+    position_offset: int = 0
+    """Number of the first position; M2M100 and NLLB count from 2."""
     max_positions: int = 512
     """learned: rows of the position tables, and so the longest sequence."""
     rotary_base: float = 10_000.0
@@ -213,6 +217,8 @@ class DecodeConfig:
     """Hypotheses kept for each sentence; 1: greedy."""
     length_penalty: float = 0.6
     """alpha in ((5 + length) / 6) ** alpha."""
+    length_penalty_form: Literal["paper", "power"] = "paper"
+    """paper: the above; power: length ** alpha, as in transformers and CTranslate2."""
     max_extra_tokens: int = 50
     """A translation may be this much longer than its source, in tokens."""
     batch_tokens: int = 4096
@@ -269,7 +275,8 @@ _POSITIVE = {
     "decode": "beam_size batch_tokens",
 }
 _NOT_NEGATIVE = {
-    "model": "vocab_size encoder_layers d_k d_v num_kv_heads attention_window",
+    "model": "vocab_size source_vocab_size encoder_layers d_k d_v num_kv_heads "
+    "attention_window position_offset",
     "data": "cldr_train_pairs",
     "train": "eval_every_steps eval_bleu_sentences checkpoint_every_steps keep_best",
     "optimizer": "learning_rate warmup_steps clip_norm weight_decay",
@@ -317,6 +324,9 @@ def check(config: Config) -> Config:
             "model.num_heads",
             f"a divisor of --model.d-model ({model.d_model}), or set --model.d-k and --model.d-v",
         )
+    if model.tied_embeddings == "all":
+        same = model.source_vocab_size in (0, model.vocab_size)
+        require(same, "model.source_vocab_size", "0, since all embeddings share one table")
     _check_attention(model, require)
     if model.positions == "learned":
         longest = max(data.max_source_tokens, data.max_target_tokens)

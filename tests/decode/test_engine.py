@@ -60,7 +60,8 @@ PARAMS = random_params()
 
 
 def search(sources, beam_size=3, num_hypotheses=None, params=PARAMS, **options):
-    options = {"length_penalty": ALPHA, "max_extra_tokens": EXTRA, "batch_tokens": 4096} | options
+    options = {"max_extra_tokens": EXTRA, "batch_tokens": 4096} | options
+    options = {"length_penalty": ALPHA, "length_penalty_form": "paper"} | options
     return Engine(MODEL, params, TOKENIZER).search(
         sources,
         beam_size=beam_size,

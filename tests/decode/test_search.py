@@ -282,6 +282,7 @@ def test_penalty_at_three_lengths():
     np.testing.assert_allclose(length_penalty(13, 0.6), 1.9331820, rtol=1e-6)  # 3 ** 0.6
     np.testing.assert_allclose(length_penalty(7, -0.5), 0.70710678, rtol=1e-6)
     assert [float(length_penalty(n, 0.0)) for n in (1, 7, 13)] == [1.0] * 3
+    np.testing.assert_allclose(length_penalty(9, 0.5, "power"), 3.0, rtol=1e-6)
 
 
 def test_the_search_goes_on_after_the_first_end():

@@ -2,39 +2,48 @@
 
 import hashlib
 import io
-import logging
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sentencepiece
 
 from transformer_jax.config import ConfigError, TokenizerConfig
+from transformer_jax.data.pieces import EOS, PAD, START, UNK, Pieces, clean
 
-PAD, EOS, UNK, START = 0, 1, 2, 3
-_FILE = "sentencepiece.model"
-# A byte order mark or a NUL inside a line carries no text.
-_INVISIBLE = str.maketrans({"\ufeff": None, "\x00": None})
-# Every character at which Python, or an editor, would break a line.
-_LINE_BREAKS = re.compile("[\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029]+")
-
-logger = logging.getLogger(__name__)
+FORMAT_VERSION = 1
+_DESCRIPTION = "tokenizer.json"
 
 
 class Tokenizer:
-    """One SentencePiece model for both languages.
+    """The pieces of both sides, and language tags.
 
     Ids: 0 pad, 1 EOS, 2 unknown, 3 the start of a target. These are control symbols: a literal
-    "</s>" in a text is text.
+    "</s>" in a text is text. Language tags are ids too, put in front of the pieces, never text.
+
+    Args:
+        source: pieces of the source side.
+        target: pieces of the target side; the same object where both share one model.
+        tags: the id of each language's tag.
+        tag_place: where tags stand. "source": the source begins with the tag of the target
+            language, and the model translates into it. "both": the source begins with the tag of
+            its own language, and the target with that of the target language.
     """
 
     pad_id, eos_id, unk_id, start_id = PAD, EOS, UNK, START
 
-    def __init__(self, model: bytes) -> None:
-        self._model = model
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self._keeps_spaces = bool(self._processor.encode(" "))  # normalization "identity" does
+    def __init__(
+        self,
+        source: Pieces,
+        target: Pieces | None = None,
+        tags: Mapping[str, int] | None = None,
+        tag_place: Literal["source", "both"] = "source",
+    ) -> None:
+        self.source, self.target = source, target or source
+        self.tags, self.tag_place = dict(tags or {}), tag_place
+        self._special = {PAD, EOS, UNK, START, *self.tags.values()}
 
     @classmethod
     def train(cls, pairs: Sequence[Sequence[str]], config: TokenizerConfig) -> "Tokenizer":
@@ -69,58 +78,135 @@ class Tokenizer:
             )
         except RuntimeError as error:
             raise ConfigError(_vocabulary_message(config, str(error))) from None
-        return cls(model.getvalue())
+        return cls(Pieces(model.getvalue()))
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """The tokenizer that `save` wrote."""
-        path = directory / _FILE
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file, so the run has no tokenizer")
-        return cls(path.read_bytes())
+        """The tokenizer that `save` wrote.
+
+        Raises:
+            ConfigError: a file is missing or says something else.
+        """
+        files = _read(directory)
+        try:
+            description = json.loads(files[_DESCRIPTION])
+            version = description["format_version"]
+            if not isinstance(version, int) or version > FORMAT_VERSION:
+                raise ConfigError(
+                    f"{directory / _DESCRIPTION}: format_version: got {version!r}, "
+                    f"allowed: up to {FORMAT_VERSION}"
+                )
+            numbering = description["numbering"]
+            if numbering is not None:
+                numbering = json.loads(files[numbering])
+            source, target = description["source"], description["target"]
+            pieces = {name: Pieces(files[name], numbering) for name in {source, target}}
+            tags, place = description["tags"], description["tag_place"]
+            return cls(pieces[source], pieces[target], tags, place)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{directory}: not a tokenizer of ours ({error!r})") from None
 
     def save(self, directory: Path) -> None:
-        """Write the model file into a directory."""
+        """Write the models, and what describes them, into a directory."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _FILE).write_bytes(self._model)
+        for name, content in self._files().items():
+            (directory / name).write_bytes(content)
+
+    def _files(self) -> dict[str, bytes]:
+        """Name and content of every file; the description last."""
+        shared = self.source is self.target
+        names = ("shared.model", "shared.model") if shared else ("source.model", "target.model")
+        files = {names[0]: self.source.model, names[1]: self.target.model}
+        description = {
+            "format_version": FORMAT_VERSION,
+            "source": names[0],
+            "target": names[1],
+            "numbering": None,
+            "tags": self.tags,
+            "tag_place": self.tag_place,
+        }
+        if self.source.numbering is not None:
+            description["numbering"] = "pieces.json"
+            files["pieces.json"] = json.dumps(self.source.numbering, ensure_ascii=False).encode()
+        return files | {_DESCRIPTION: json.dumps(description, indent=2).encode()}
 
     @property
     def vocab_size(self) -> int:
-        """Number of pieces, special ids included."""
-        return self._processor.get_piece_size()
+        """Number of target ids, special ones included."""
+        return self.target.size
+
+    @property
+    def source_vocab_size(self) -> int:
+        """Number of source ids, special ones included."""
+        return self.source.size
 
     @property
     def fingerprint(self) -> str:
         """Hash that a checkpoint keeps, so that weights never meet another tokenizer."""
-        return hashlib.sha256(self._model).hexdigest()
+        digest = hashlib.sha256()
+        for name, content in sorted(self._files().items()):
+            digest.update(f"{name} {len(content)}\n".encode() + content)
+        return digest.hexdigest()
 
-    def encode_source(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, EOS last; [EOS] alone for a text without pieces."""
-        ids = self._processor.encode([clean(text) for text in texts])
-        return [[*sentence, EOS] for sentence in ids]
+    def encode_source(
+        self,
+        texts: Sequence[str],
+        source_lang: str | None = None,
+        target_lang: str | None = None,
+    ) -> list[list[int]]:
+        """Ids of each text, a tag first where there are tags, EOS last.
 
-    def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
-        """As encode_source, with the pieces of the target language."""
-        return self.encode_source(texts)
+        A text without pieces is its tag and EOS alone.
+
+        Raises:
+            ConfigError: a language without a tag.
+        """
+        lang = target_lang if self.tag_place == "source" else source_lang
+        tag = self._tag(lang, "target_lang" if self.tag_place == "source" else "source_lang")
+        return [[*tag, *ids, EOS] for ids in self.source.encode(texts)]
+
+    def encode_target(
+        self, texts: Sequence[str], target_lang: str | None = None
+    ) -> list[list[int]]:
+        """Ids of each text as the decoder is to write it, EOS last."""
+        prefix = self.target_prefix(target_lang)
+        return [[*prefix, *ids, EOS] for ids in self.target.encode(texts)]
+
+    def target_prefix(self, target_lang: str | None = None) -> list[int]:
+        """Ids that every target begins with, forced in decoding."""
+        return self._tag(target_lang, "target_lang") if self.tag_place == "both" else []
 
     def decode(self, ids: Any) -> str:
         """Text of target ids (list, NumPy or JAX array), on one line; special ids are left out."""
-        text = self._processor.decode(self._real(ids))
-        text = _LINE_BREAKS.sub(" ", text)
-        return text if self._keeps_spaces else text.strip()
+        return self.target.decode(self._real(ids))
 
     def pieces(self, ids: Any) -> list[str]:
         """The pieces of target ids, as strings."""
-        return [self._processor.id_to_piece(i) for i in self._real(ids)]
+        return [self.target.piece(i) for i in self._real(ids)]
+
+    def _tag(self, lang: str | None, name: str) -> list[int]:
+        if not self.tags:
+            return []
+        if lang not in self.tags:
+            known = ", ".join(sorted(self.tags))
+            raise ConfigError(f"{name}: got {lang!r}, allowed: {known}")
+        return [self.tags[lang]]
 
     def _real(self, ids: Any) -> list[int]:
         values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        return [int(i) for i in values if START < i < self.vocab_size]
+        return [int(i) for i in values if i not in self._special and 0 <= i < self.vocab_size]
 
 
-def clean(line: str) -> str:
-    """A line without invisible bytes; the same at training and at inference."""
-    return line.translate(_INVISIBLE)
+def _read(directory: Path) -> dict[str, bytes]:
+    """Content of the files of a tokenizer directory."""
+    if not (directory / _DESCRIPTION).is_file():
+        raise ConfigError(f"{directory / _DESCRIPTION}: no such file, so the run has no tokenizer")
+    try:
+        return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be read: {error.strerror}") from None
 
 
 def _vocabulary_message(config: TokenizerConfig, error: str) -> str:

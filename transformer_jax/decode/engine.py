@@ -72,6 +72,7 @@ class Engine:
         *,
         beam_size: int,
         length_penalty: float,
+        length_penalty_form: str,
         max_extra_tokens: int,
         num_hypotheses: int,
         batch_tokens: int,
@@ -102,6 +103,7 @@ class Engine:
                     model=self._model,
                     beam_size=beam_size,
                     length_penalty=length_penalty,
+                    length_penalty_form=length_penalty_form,
                     max_len=self._within(longest + max_extra_tokens),
                     num_hypotheses=num_hypotheses,
                 )
@@ -153,7 +155,10 @@ class Engine:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "beam_size", "length_penalty", "max_len", "num_hypotheses"),
+    static_argnames=(
+        *("model", "beam_size", "length_penalty", "length_penalty_form"),
+        *("max_len", "num_hypotheses"),
+    ),
 )
 def _translate(
     params: Any,
@@ -164,6 +169,7 @@ def _translate(
     model: Model,
     beam_size: int,
     length_penalty: float,
+    length_penalty_form: str,
     max_len: int,
     num_hypotheses: int,
 ) -> SearchResult:
@@ -179,6 +185,7 @@ def _translate(
         max_len=max_len,
         limit=limit,
         length_penalty=length_penalty,
+        length_penalty_form=length_penalty_form,
         eos_id=EOS,
         num_hypotheses=num_hypotheses,
         allowed=allowed,

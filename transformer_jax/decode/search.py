@@ -41,9 +41,23 @@ class _State(NamedTuple):
     done: SearchResult  # [B, n]
 
 
-def length_penalty(length: jax.Array | int, alpha: float) -> jax.Array:
-    """((5 + length) / 6) ** alpha; length counts EOS. alpha 0: no penalty."""
-    return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** alpha
+def length_penalty(length: jax.Array | int, alpha: float, form: str = "paper") -> jax.Array:
+    """What log_prob is divided by; length counts EOS. alpha 0: by 1.
+
+    Args:
+        length: tokens of the hypothesis.
+        alpha: how much long hypotheses are favoured.
+        form: "paper": ((5 + length) / 6) ** alpha; "power": length ** alpha, as in other toolkits.
+    """
+    length = jnp.asarray(length, jnp.float32)
+    return (length if form == "power" else (5.0 + length) / 6.0) ** alpha
+
+
+Penalty = Callable[[jax.Array], jax.Array]
+
+
+def _penalty(alpha: float, form: str) -> Penalty:
+    return lambda length: length_penalty(length, alpha, form)
 
 
 def beam_search(
@@ -58,6 +72,7 @@ def beam_search(
     eos_id: int,
     num_hypotheses: int | None = None,
     allowed: jax.Array | None = None,
+    length_penalty_form: str = "paper",
 ) -> SearchResult:
     """The best continuations of `first_token` under step_fn.
 
@@ -73,6 +88,7 @@ def beam_search(
         eos_id: the token that ends a hypothesis.
         num_hypotheses: n, how many are wanted and searched for exactly; None: W.
         allowed: bool [V], tokens that may be chosen; None: all. Probabilities are not renormalised.
+        length_penalty_form: form of length_penalty().
 
     Returns:
         SearchResult. Where fewer than n hypotheses finished, live ones at the limit follow; where
@@ -80,6 +96,7 @@ def beam_search(
         ends at once, with a first hypothesis of log_prob NaN.
     """
     limit = jnp.minimum(limit, max_len)
+    grows, penalty = length_penalty >= 0, _penalty(length_penalty, length_penalty_form)
     n, W, B = num_hypotheses or beam_size, beam_size, first_token.shape[0]
     state = _start(cache, first_token, limit, W, n, max_len)
 
@@ -96,11 +113,11 @@ def beam_search(
             log_probs = jnp.where(allowed, log_probs, DEAD)
         log_prob, parent, token = _best(state.log_prob[:, :, None] + log_probs, W)
         log_prob = jnp.where(broken[:, None], jnp.nan, log_prob)
-        return _extend(state, cache, log_prob, parent, token, limit, length_penalty, eos_id)
+        return _extend(state, cache, log_prob, parent, token, limit, penalty, grows, eos_id)
 
     state = lax.while_loop(go_on, advance, state)
     assert state.ids.shape == (B, W, max_len)
-    return _collect(state, length_penalty)
+    return _collect(state, penalty)
 
 
 def greedy_search(
@@ -249,7 +266,8 @@ def _extend(
     parent: jax.Array,
     token: jax.Array,
     limit: jax.Array,
-    alpha: float,
+    penalty: Penalty,
+    grows: bool,
     eos_id: int,
 ) -> _State:
     """Write the chosen tokens, move the ended ones to `done`, and see who goes on."""
@@ -258,13 +276,13 @@ def _extend(
     ids = lax.dynamic_update_slice_in_dim(ids, token[:, :, None], state.time, 2)
     real = (log_prob > DEAD / 2) & state.active[:, None]
     ended = real & (token == eos_id)
-    done = _merge(state.done, ids, log_prob, log_prob / length_penalty(length, alpha), ended)
+    done = _merge(state.done, ids, log_prob, log_prob / penalty(length), ended)
     live = jnp.where((real & ~ended) | jnp.isnan(log_prob), log_prob, DEAD)
 
     # The best that a live hypothesis can still reach: penalties grow with alpha >= 0, so at the
     # sentence's own limit; they shrink with alpha < 0, so at the next length.
-    final = limit if alpha >= 0 else jnp.minimum(length + 1, limit)
-    reachable = live.max(-1) / length_penalty(final, alpha)
+    final = limit if grows else jnp.minimum(length + 1, limit)
+    reachable = live.max(-1) / penalty(final)
     can_win = (live.max(-1) > DEAD / 2) & (reachable > done.score[:, -1])
     active = state.active & can_win & (length < limit)
     # A sentence that has ended keeps the hypotheses it ended with.
@@ -306,10 +324,10 @@ def _take(result: SearchResult, order: jax.Array) -> SearchResult:
     )
 
 
-def _collect(state: _State, alpha: float) -> SearchResult:
+def _collect(state: _State, penalty: Penalty) -> SearchResult:
     """Finished hypotheses, then the live ones: unfinished, and so marked."""
     n = state.done.score.shape[1]
-    score = state.log_prob / length_penalty(state.length, alpha)[:, None]
+    score = state.log_prob / penalty(state.length)[:, None]
     broken = jnp.isnan(state.log_prob)
     live = broken | (state.log_prob > DEAD / 2)
     # NaN is never hidden; finished ones rank above any live one, then by score.

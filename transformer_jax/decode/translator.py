@@ -50,7 +50,8 @@ class Translator:
 
         Keywords are those of translate_nbest, less num_hypotheses.
         """
-        found = self.translate_nbest(texts, **(options | {"num_hypotheses": 1}))
+        options["num_hypotheses"] = 1
+        found = self.translate_nbest(texts, **options)
         return [hypotheses[0].text if hypotheses else "" for hypotheses in found]
 
     def translate_nbest(
@@ -60,6 +61,7 @@ class Translator:
         num_hypotheses: int = 1,
         beam_size: int | None = None,
         length_penalty: float | None = None,
+        length_penalty_form: str | None = None,
         max_extra_tokens: int | None = None,
         max_source_tokens: int | None = None,
         batch_tokens: int | None = None,
@@ -72,6 +74,7 @@ class Translator:
             num_hypotheses: how many; at most beam_size.
             beam_size: hypotheses kept in the search; 1: greedy.
             length_penalty: alpha of ((5 + length) / 6) ** alpha.
+            length_penalty_form: "paper": the above; "power": length ** alpha.
             max_extra_tokens: a translation may be this much longer than its source.
             max_source_tokens: longer sources are cut, with a warning; None: the longest that
                 the model was trained on.
@@ -99,6 +102,7 @@ class Translator:
             [sources[i] for i in full],
             beam_size=beam_size,
             length_penalty=c.length_penalty if length_penalty is None else length_penalty,
+            length_penalty_form=length_penalty_form or c.length_penalty_form,
             max_extra_tokens=extra,
             num_hypotheses=num_hypotheses,
             batch_tokens=c.batch_tokens if batch_tokens is None else batch_tokens,

@@ -54,7 +54,8 @@ class Transformer(nn.Module):
         self.target_table = declare(self, "embedding", init, (V, D), both)
         self.source_table = self.output_table = self.target_table
         if c.encoder_layers and c.tied_embeddings != "all":
-            self.source_table = declare(self, "source_embedding", init, (V, D), both)
+            rows = c.source_vocab_size or V
+            self.source_table = declare(self, "source_embedding", init, (rows, D), both)
         if c.tied_embeddings == "none":
             self.output_table = declare(self, "output_embedding", init, (V, D), both)
         if c.logits_bias:
@@ -321,8 +322,9 @@ class Transformer(nn.Module):
             x *= c.d_model**0.5
         if positions is None:
             positions = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+        positions += c.position_offset
         if c.positions == "sinusoidal":
-            x += sinusoids_at(positions, length, c)
+            x += sinusoids_at(positions, length + c.position_offset, c)
         elif c.positions == "learned":
             _require_known(c, length)
             x += getattr(self, f"{stack}_positions")[positions]
@@ -342,6 +344,7 @@ class Transformer(nn.Module):
 
 def _require_known(config: ModelConfig, length: int) -> None:
     """Learned positions end somewhere; all other kinds go on."""
+    length += config.position_offset
     if config.positions == "learned" and length > config.max_positions:
         raise ConfigError(
             f"--model.max-positions: got {config.max_positions}, "

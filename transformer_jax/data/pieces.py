@@ -1,0 +1,65 @@
+"""One SentencePiece model: the text of one side and its pieces, numbered."""
+
+import re
+from collections.abc import Sequence
+
+import sentencepiece
+
+PAD, EOS, UNK, START = 0, 1, 2, 3
+
+# A byte order mark or a NUL inside a line carries no text.
+_INVISIBLE = str.maketrans({"\ufeff": None, "\x00": None})
+# Every character at which Python, or an editor, would break a line.
+_LINE_BREAKS = re.compile("[\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029]+")
+
+
+class Pieces:
+    """A SentencePiece model and the numbers of its pieces.
+
+    Args:
+        model: the serialised model.
+        numbering: the piece of each id; None: the model's own ids. Models that come from elsewhere
+            number the pieces of both sides by one list.
+    """
+
+    def __init__(self, model: bytes, numbering: Sequence[str] | None = None) -> None:
+        self.model, self.numbering = model, None if numbering is None else list(numbering)
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._ids = None if numbering is None else {p: i for i, p in enumerate(numbering)}
+        self._keeps_spaces = bool(self._processor.encode(" "))  # normalization "identity" does
+
+    @property
+    def size(self) -> int:
+        """Number of ids."""
+        return self._processor.get_piece_size() if self.numbering is None else len(self.numbering)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without special ones."""
+        texts = [clean(text) for text in texts]
+        if self._ids is None:
+            return self._processor.encode(texts)
+        numbers = self._ids
+        return [
+            [numbers.get(piece, UNK) for piece in pieces]
+            for pieces in self._processor.encode(texts, out_type=str)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, on one line."""
+        if self.numbering is None:
+            text = self._processor.decode(list(ids))
+        else:
+            text = self._processor.decode_pieces([self.numbering[i] for i in ids])
+        text = _LINE_BREAKS.sub(" ", text)
+        return text if self._keeps_spaces else text.strip()
+
+    def piece(self, number: int) -> str:
+        """The piece of an id."""
+        if self.numbering is None:
+            return self._processor.id_to_piece(number)
+        return self.numbering[number]
+
+
+def clean(line: str) -> str:
+    """A line without invisible bytes; the same at training and at inference."""
+    return line.translate(_INVISIBLE)
