@@ -228,6 +228,7 @@ def test_ids_outside_the_tokenizer_are_never_chosen(translator, tokenizer):
         tokenizer.encode_source(SHORT),
         beam_size=3,
         length_penalty=0.6,
+        length_penalty_form="paper",
         max_extra_tokens=4,
         num_hypotheses=3,
         batch_tokens=4096,
