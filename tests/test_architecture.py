@@ -44,7 +44,7 @@ ORDER: dict[str, list[str]] = {
         *["loss", "optimizer", "state", "step", "metrics", "stop", "run_directory"],
         *["report", "loop"],
     ],
-    "decode": ["search", "engine", "trained", "translator", "language_model"],
+    "decode": ["search", "sampling", "engine", "trained", "translator", "language_model"],
     "interop": [],
 }
 # Modules that may not be imported, even inside a function: by folder or file, by first name.

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformer_jax.config import Config, ConfigError
     from transformer_jax.decode.language_model import LanguageModel
-    from transformer_jax.decode.search import beam_search, greedy_search, sample
+    from transformer_jax.decode.sampling import sample
+    from transformer_jax.decode.search import beam_search, greedy_search
     from transformer_jax.decode.translator import Translator
     from transformer_jax.model.transformer import Model
-    from transformer_jax.types import Score, Translation
+    from transformer_jax.types import SamplingOptions, Score, Translation
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigError",
     "LanguageModel",
     "Model",
+    "SamplingOptions",
     "Score",
     "Translation",
     "Translator",
@@ -46,12 +48,13 @@ _HOMES = {
     "ConfigError": "config",
     "LanguageModel": "decode.language_model",
     "Model": "model.transformer",
+    "SamplingOptions": "types",
     "Score": "types",
     "Translation": "types",
     "Translator": "decode.translator",
     "beam_search": "decode.search",
     "greedy_search": "decode.search",
-    "sample": "decode.search",
+    "sample": "decode.sampling",
 }
 
 

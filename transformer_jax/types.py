@@ -61,6 +61,16 @@ class Translation(NamedTuple):
     attention: Any = None  # [T, S] on request
 
 
+class SamplingOptions(NamedTuple):
+    """How translations are drawn from the model's distribution."""
+
+    temperature: float = 1.0  # logits are divided by it; 0: the likeliest token
+    top_k: int = 0  # only the k likeliest tokens; 0: all
+    top_p: float = 1.0  # only the likeliest tokens that have this much probability together
+    min_p: float = 0.0  # only tokens with at least this share of the likeliest one's probability
+    seed: int = 0  # text i draws with seed + i, whatever it is batched with
+
+
 class Score(NamedTuple):
     """Forced decoding of a given target."""
 

@@ -1,17 +1,16 @@
 """Requests in, results out: the search with the real cached model against the full forward pass."""
 
 import functools
-import itertools
 
 import jax
 import numpy as np
 import pytest
 
 from transformer_jax.config import ConfigError, ModelConfig
-from transformer_jax.data.tokenizer import EOS, PAD, START
+from transformer_jax.data.tokenizer import EOS, PAD, START, UNK
 from transformer_jax.decode import engine as engine_module
-from transformer_jax.decode.engine import ROWS, SOURCE_LENGTHS, Engine, source_length
-from transformer_jax.decode.search import SearchResult
+from transformer_jax.decode.engine import LENGTHS, ROWS, TIMES, Engine, Request, rung
+from transformer_jax.decode.search import BeamSearch
 from transformer_jax.model import Model
 
 VOCABULARY, TOKENIZER = 40, 34  # rows of the table, and pieces of the tokenizer
@@ -59,15 +58,10 @@ def random_params(seed=0, favoured=(EOS,), favour=2.0):
 PARAMS = random_params()
 
 
-def search(sources, beam_size=3, num_hypotheses=None, params=PARAMS, **options):
-    options = {"max_extra_tokens": EXTRA, "batch_tokens": 4096} | options
-    options = {"length_penalty": ALPHA, "length_penalty_form": "paper"} | options
-    return Engine(MODEL, params, TOKENIZER).search(
-        sources,
-        beam_size=beam_size,
-        num_hypotheses=num_hypotheses or beam_size,
-        **options,
-    )
+def search(sources, beam_size=3, num_hypotheses=0, params=PARAMS, batch_tokens=4096, extra=EXTRA):
+    beam = BeamSearch(beam_size, EOS, ALPHA, num_hypotheses=num_hypotheses)
+    requests = [Request(ids, len(ids) + extra) for ids in sources]
+    return Engine([(MODEL, params)], TOKENIZER).decode(beam, requests, batch_tokens)
 
 
 def random_sources(lengths, seed=0):
@@ -89,7 +83,7 @@ def next_log_probs(source, ids):
     logits = full_forward()(PARAMS, src_ids, tgt_ids, *segments)
     wide = np.asarray(logits, np.float64)[0, len(ids)]
     log_probs = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
-    log_probs[[PAD, START, *range(TOKENIZER, VOCABULARY)]] = -np.inf
+    log_probs[[PAD, UNK, START, *range(TOKENIZER, VOCABULARY)]] = -np.inf
     return log_probs
 
 
@@ -132,7 +126,7 @@ def test_log_prob_is_that_of_forced_scoring():
     found = search(sources)
     pairs = [(s, h) for s, some in zip(sources, found, strict=True) for h in some]
     assert any(len(h.ids) > 1 for _, h in pairs)
-    scores = Engine(MODEL, PARAMS, TOKENIZER).score(
+    scores = Engine([(MODEL, PARAMS)], TOKENIZER).score(
         [s for s, _ in pairs], [h.ids for _, h in pairs], 4096
     )
     for (_, hypothesis), score in zip(pairs, scores, strict=True):
@@ -145,7 +139,7 @@ def test_forced_scores_equal_the_full_forward_pass():
     """Bugs: scores in sorted order instead of the given one, of the wrong place, or of padding."""
     sources = random_sources([5, 2, 8, 3, 1])
     targets = random_sources([2, 6, 3, 1, 5], seed=1)
-    scores = Engine(MODEL, PARAMS, TOKENIZER).score(sources, targets, 4096)
+    scores = Engine([(MODEL, PARAMS)], TOKENIZER).score(sources, targets, 4096)
     for source, target, score in zip(sources, targets, scores, strict=True):
         want = [next_log_probs(source, target[:i])[t] for i, t in enumerate(target)]
         np.testing.assert_allclose(score, want, rtol=1e-5, atol=1e-5)
@@ -195,7 +189,7 @@ def test_parameters_that_are_not_finite_are_an_error():
     params["source_embedding"][sources[-1][0]] = np.nan
     with pytest.raises(FloatingPointError, match="NaN"):
         search(sources, params=params)
-    engine = Engine(MODEL, params, TOKENIZER)
+    engine = Engine([(MODEL, params)], TOKENIZER)
     with pytest.raises(FloatingPointError, match="NaN"):
         engine.score(sources, sources, 4096)
 
@@ -203,92 +197,153 @@ def test_parameters_that_are_not_finite_are_an_error():
 def test_a_table_smaller_than_the_tokenizer_is_an_error():
     """Bug (F25): ids beyond the table silently use its last row."""
     with pytest.raises(ConfigError, match=r"vocab-size: got 40, allowed: at least 41"):
-        Engine(MODEL, PARAMS, VOCABULARY + 1)
+        Engine([(MODEL, PARAMS)], VOCABULARY + 1)
 
 
-# --- Shapes. The programs are replaced: what counts is what they are called with. ---
+# --- Shapes, batches, and what a batch does while it runs. ---
 
 
 @pytest.fixture()
-def calls(monkeypatch):
-    """Each call of the compiled search: its arrays and its static values."""
+def programs(monkeypatch):
+    """Every call of the two programs that take time: their names, shapes and static values."""
     record = []
 
-    def translate(params, src_ids, limit, allowed, *, max_len, num_hypotheses, **static):
-        record.append((src_ids, limit, max_len, num_hypotheses, *static.values()))
-        shape = len(src_ids), num_hypotheses
-        # The answer names the source: 1000 and its length, 1000 and its first id, EOS.
-        ids = np.zeros((*shape, max_len), np.int32)
-        ids[:, :, 0] = 1000 + (src_ids != PAD).sum(1)[:, None]
-        ids[:, :, 1] = 1000 + src_ids[:, :1]
-        ids[:, :, 2] = EOS
-        zeros = np.zeros(shape, np.float32)
-        return SearchResult(ids, zeros, zeros, np.ones(shape, bool))
+    def watch(name):
+        original = getattr(engine_module, name)
 
-    monkeypatch.setattr(engine_module, "_translate", translate)
+        def call(*arguments, **static):
+            shapes = tuple(x.shape for x in jax.tree.leaves(arguments[1:]))
+            record.append((name, arguments, shapes, tuple(static.items())))
+            return original(*arguments, **static)
+
+        call._cache_size = original._cache_size
+        monkeypatch.setattr(engine_module, name, call)
+
+    watch("_start")
+    watch("_advance")
     return record
 
 
-def signatures(calls):
-    """What jax.jit compiles for: shapes and static values."""
-    return {(src_ids.shape, limit.shape, *rest) for src_ids, limit, *rest in calls}
-
-
-def test_a_hundred_lengths_need_a_bounded_number_of_programs(calls):
+def test_a_hundred_lengths_need_a_bounded_number_of_programs(programs):
     """Bug (F78, F117): a program for each length, or for each size of the last batch."""
     sources = random_sources(range(2, 102))
-    search(sources)
-    first = signatures(calls)
-    assert len(first) <= sum(length < 2 * 102 for length in SOURCE_LENGTHS)
-    assert len(first) <= 8
-    search(sources)
-    assert signatures(calls) == first
-    # Requests of any number and length: never more than the list of shapes.
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        lengths = rng.integers(1, 513, rng.integers(1, 40))
-        search([[5] * (n - 1) + [EOS] for n in lengths])
-    assert len(signatures(calls)) <= len(SOURCE_LENGTHS) * len(ROWS)
-    assert {shape for shape, *_ in signatures(calls)} <= set(
-        itertools.product(ROWS, SOURCE_LENGTHS)
-    )
+    search(sources, 1)
+    first = {(name, shapes, static) for name, _, shapes, static in programs}
+    widths = sum(length < 2 * 102 for length in LENGTHS)
+    assert len(first) <= widths + widths * sum(t < 2 * 102 for t in TIMES)
+    programs.clear()
+    search(sources[::-1], 1)
+    assert {(name, shapes, static) for name, _, shapes, static in programs} == first
 
 
 def test_the_second_pass_compiles_nothing():
     """Bug (F78): a static value that is new in each call, so that the cache never hits."""
     sources = random_sources([3, 9, 12, 4, 8, 2, 6, 1])
+    names = ("_start", "_advance", "_finish", "_grow", "_take_rows")
+    sizes = lambda: [getattr(engine_module, name)._cache_size() for name in names]
     search(sources, 1)
-    before = engine_module._translate._cache_size()
+    before = sizes()
     search(sources[::-1], 1)
     search(random_sources([5, 2, 11, 10], seed=3), 1, params=random_params(4))
-    assert engine_module._translate._cache_size() == before
-    assert before > 0
+    assert sizes() == before
+    assert before[0] > 0
 
 
-def test_every_source_is_given_whole_with_its_own_limit(calls):
+def test_every_source_is_given_whole_with_its_own_limit(programs):
     """Bugs (F74, F77, F117): a source cut or mixed with its neighbour, a limit of the longest,
     filler rows that are searched, batches beyond the budget."""
-    lengths = [9, 1, 5, 3, 130, 8, 17, 600, 64, 65, 2, 513, *range(1, 90)]
+    lengths = [9, 1, 5, 3, 130, 8, 17, 64, 65, 2, *range(1, 40)]
     sources = random_sources(lengths, seed=5)
-    budget = 1024
-    found = search(sources, batch_tokens=budget, num_hypotheses=2)
-    for source, hypotheses in zip(sources, found, strict=True):
-        want = [1000 + len(source), 1000 + source[0], EOS]
-        assert [h.ids for h in hypotheses] == [want, want]
+    budget = 512
+    search(sources, 1, batch_tokens=budget, extra=0)
     seen = []
-    for src_ids, limit, max_len, *_ in calls:
+    for name, arguments, *_ in programs:
+        if name != "_start":
+            continue
+        _, src_ids, prompt, prompt_length, limit, _ = arguments
         rows, width = src_ids.shape
+        assert rows in ROWS and width in LENGTHS
         assert rows == 1 or rows * width <= budget
+        assert (prompt == START).all() and (prompt_length == 1).all()
         for ids, most in zip(src_ids.tolist(), limit.tolist(), strict=True):
             length = sum(i != PAD for i in ids)
-            assert most == (length + EXTRA if length else 0)
-            assert most <= max_len
+            assert most == length
             assert not any(ids[length:])
             seen += [ids[:length]] if length else []
     assert sorted(seen) == sorted(sources)
 
 
+@pytest.mark.parametrize("W", [1, 3])
+def test_a_batch_that_shrinks_and_grows_gives_the_same(W, monkeypatch):
+    """Bugs: hypotheses change owners when rows leave, the cache loses its past when it grows, or
+    a sentence that has ended is taken along and searched again."""
+    sources = random_sources([1 + i % 8 for i in range(30)], seed=2)
+    one_by_one = [search([source], W, extra=30)[0] for source in sources]
+    monkeypatch.setattr(engine_module, "STEPS", 2)
+    monkeypatch.setattr(engine_module, "TIMES", (2, 4, 8, 16, 32, 64))
+    monkeypatch.setattr(engine_module, "COMPACT_FROM", 0)
+    rows = []
+    original = engine_module._advance
+    monkeypatch.setattr(
+        engine_module,
+        "_advance",
+        lambda params, state, *rest, **static: (
+            rows.append(state.ids.shape),
+            original(params, state, *rest, **static),
+        )[1],
+    )
+    together = search(sources, W, extra=30)
+    assert len({shape[0] for shape in rows}) > 2 and len({shape[2] for shape in rows}) > 3
+    for alone, shared in zip(one_by_one, together, strict=True):
+        assert [h.ids for h in alone] == [h.ids for h in shared]
+        scores = [[(h.log_prob, h.score) for h in some] for some in (alone, shared)]
+        np.testing.assert_allclose(scores[0], scores[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_forced_prefix_is_kept_and_counted():
+    """Bugs: the prefix is fed twice or at other positions, its log_prob or its length is lost."""
+    engine = Engine([(MODEL, PARAMS)], TOKENIZER)
+    sources = random_sources([5, 3, 8, 6], seed=9)
+    prefixes = [[7, 9, 11], [], [5], [6, 6, 6, 6, 30]]
+    requests = [
+        Request(source, len(source) + EXTRA, prefix)
+        for source, prefix in zip(sources, prefixes, strict=True)
+    ]
+    found = engine.decode(BeamSearch(3, EOS, ALPHA), requests, 4096)
+    for source, prefix, hypotheses in zip(sources, prefixes, found, strict=True):
+        for h in hypotheses:
+            assert h.ids[: len(prefix)] == prefix
+            assert len(h.ids) <= len(source) + EXTRA
+            (scores,) = engine.score([source], [h.ids], 4096)
+            assert h.log_prob == pytest.approx(scores.sum(), abs=1e-4)
+            penalty = ((5 + len(h.ids)) / 6) ** ALPHA
+            assert h.score == pytest.approx(h.log_prob / penalty, rel=1e-5)
+    free = engine.decode(BeamSearch(3, EOS, ALPHA), [Request(sources[1], 7)], 4096)[0]
+    assert [h.ids for h in free] == [h.ids for h in found[1]]
+
+
+def test_an_ensemble_of_one_model_twice_is_that_model():
+    """Bug: logits of several models are summed, or one model's cache serves both."""
+    sources = random_sources([4, 6, 3], seed=4)
+    requests = [Request(ids, len(ids) + EXTRA) for ids in sources]
+    beam = BeamSearch(3, EOS, ALPHA)
+    twice = Engine([(MODEL, PARAMS)] * 2, TOKENIZER).decode(beam, requests, 4096)
+    for one, two in zip(search(sources), twice, strict=True):
+        assert [h.ids for h in one] == [h.ids for h in two]
+        np.testing.assert_allclose([h.log_prob for h in one], [h.log_prob for h in two], rtol=1e-5)
+    other = random_params(seed=8)
+    engine = Engine([(MODEL, PARAMS), (MODEL, other)], TOKENIZER)
+    best = engine.decode(beam, requests[:1], 4096)[0][0]
+    (both,) = engine.score(sources[:1], [best.ids], 4096)
+    single = [
+        Engine([(MODEL, p)], TOKENIZER).score(sources[:1], [best.ids], 4096)[0]
+        for p in (PARAMS, other)
+    ]
+    np.testing.assert_allclose(both, np.log(np.exp(single).mean(0)), atol=1e-4)
+    assert best.log_prob == pytest.approx(both.sum(), abs=1e-4)
+
+
 @pytest.mark.parametrize(("tokens", "length"), [(1, 8), (8, 8), (9, 16), (512, 512), (513, 1024)])
 def test_lengths_are_rounded_up(tokens, length):
     """Bug: a source of exactly a listed length is cut, or goes one shape too high."""
-    assert source_length(tokens) == length
+    assert rung(tokens, LENGTHS) == length

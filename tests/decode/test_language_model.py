@@ -84,7 +84,7 @@ def test_scores_are_sums_of_log_probs_with_the_end(language_model):
 
 def test_a_draw_follows_the_distribution(language_model):
     """Bug: temperature multiplies where it should divide, or the noise is not Gumbel's."""
-    from transformer_jax.decode.search import sample
+    from transformer_jax.decode.sampling import sample
 
     logits = np.log(np.asarray([0.5, 0.3, 0.15, 0.05], np.float32))
     step = lambda token, parent, cache: (np.broadcast_to(logits, (token.shape[0], 1, 4)), cache)

@@ -16,7 +16,8 @@ from transformer_jax.config import (
 )
 from transformer_jax.data.tokenizer import EOS, START, Tokenizer
 from transformer_jax.decode import engine as engine_module
-from transformer_jax.decode.engine import Hypothesis
+from transformer_jax.decode.engine import Hypothesis, Request
+from transformer_jax.decode.search import BeamSearch
 from transformer_jax.decode.translator import Translator
 from transformer_jax.model import Model
 from transformer_jax.types import Translation
@@ -92,9 +93,10 @@ class Stub:
         self.sources: list[list[int]] = []
         self.answer = None
 
-    def search(self, sources, **options):
+    def decode(self, search, requests, batch_tokens):
+        sources = [request.source for request in requests]
         self.sources += sources
-        self.options = options
+        self.search, self.requests = search, requests
         answers = [self.answer(ids) if self.answer else ids for ids in sources]
         return [[Hypothesis(list(ids), -1.0, -0.5, True)] for ids in answers]
 
@@ -164,7 +166,7 @@ def test_nothing_but_blank_lines_calls_no_program(translator, monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("the model was called")
 
-    monkeypatch.setattr(engine_module, "_translate", refuse)
+    monkeypatch.setattr(engine_module, "_start", refuse)
     assert translator.translate(BLANK) == [""] * len(BLANK)
     assert translator.translate([]) == []
     assert translator.translate_nbest(BLANK) == [[]] * len(BLANK)
@@ -224,15 +226,8 @@ def test_ids_outside_the_tokenizer_are_never_chosen(translator, tokenizer):
     params = random_params(translator.model, beyond)
     params["output_embedding"][beyond] *= 4
     other = Translator(params, translator.config, tokenizer)
-    found = other._engine.search(
-        tokenizer.encode_source(SHORT),
-        beam_size=3,
-        length_penalty=0.6,
-        length_penalty_form="paper",
-        max_extra_tokens=4,
-        num_hypotheses=3,
-        batch_tokens=4096,
-    )
+    requests = [Request(ids, len(ids) + 4) for ids in tokenizer.encode_source(SHORT)]
+    found = other._engine.decode(BeamSearch(3, EOS, 0.6), requests, 4096)
     ids = {i for some in found for h in some for i in h.ids}
     assert ids and max(ids) < tokenizer.vocab_size
     assert len(other.translate(SHORT)) == len(SHORT)
@@ -344,9 +339,9 @@ def test_impossible_requests_are_refused_in_one_line(translator):
 def test_keywords_override_the_config_and_zero_is_a_value(translator, stub):
     """Bug: `or` takes 0 for absent, so length_penalty=0 becomes 0.6."""
     translator.translate(["a cat"], length_penalty=0, max_extra_tokens=0, beam_size=1)
-    want = {"beam_size": 1, "length_penalty": 0, "max_extra_tokens": 0, "num_hypotheses": 1}
-    assert want.items() <= stub.options.items()
+    assert (stub.search.beam_size, stub.search.length_penalty) == (1, 0)
+    assert stub.requests[0].limit == len(stub.requests[0].source)
     translator.translate(["a cat"])
-    want = {"beam_size": 3, "length_penalty": 0.6, "max_extra_tokens": 4, "num_hypotheses": 1}
-    assert want.items() <= stub.options.items()
-    assert stub.options["batch_tokens"] == translator.config.decode.batch_tokens
+    assert (stub.search.beam_size, stub.search.length_penalty) == (3, 0.6)
+    assert stub.requests[0].limit == len(stub.requests[0].source) + 4
+    assert stub.search.num_hypotheses == 1

@@ -516,7 +516,7 @@ def test_cached_steps_equal_the_full_forward_pass(name, prefix, example):
     src_ids, _, src_segments, _ = example
     rng = np.random.default_rng(prefix)
     cache = new_cache(config)(params, src_ids, src_segments > 0)
-    assert cache.self_keys[0].shape[:4] == (B, config.num_heads, W, T)
+    assert cache.past[0].key.shape[-1] == cache.past[0].value.shape[2] == W * T
     found, parents = [], np.zeros((B, W), np.int32)
     history = rng.integers(4, 23, (B, 1, prefix)).repeat(W, 1)  # ids of each hypothesis
     if prefix:

@@ -3,8 +3,17 @@
 The rule, exactly. Each step takes the W best of all W * V continuations. Those that end in EOS are
 finished and leave their slots empty. A sentence ends when no slot is live, or when no live
 hypothesis can still beat the finished ones that were asked for. With W = 1 this is greedy search.
+
+Other toolkits look at 2W continuations, so that W live ones always go on; `rule` names them:
+
+exact         as above
+authors       tensor2tensor: of the 2W best all that end in EOS are finished, the W best others go
+              on; the sentence ends as above
+ctranslate2   only those among the W best are finished when they end in EOS; the sentence ends when
+              W are finished, or with alpha 0 when the best continuation of a step ends in EOS
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,8 +36,8 @@ class SearchResult(NamedTuple):
     finished: jax.Array  # bool [B, n]: ended in EOS, not at the limit
 
 
-class _State(NamedTuple):
-    """Carried through the loop."""
+class BeamState(NamedTuple):
+    """A search under way. Every leaf but `time`, and what the cache says of itself, has B first."""
 
     time: jax.Array  # int32 []: tokens chosen so far
     cache: Any
@@ -37,7 +46,11 @@ class _State(NamedTuple):
     ids: jax.Array  # int32 [B, W, T]
     log_prob: jax.Array  # float32 [B, W], DEAD in an empty slot
     length: jax.Array  # int32 [B], tokens of the live hypotheses
+    limit: jax.Array  # int32 [B], tokens that the sentence may have, prefix and EOS included
+    offset: jax.Array  # int32 [B], tokens of a forced prefix that stand before these
+    seed: jax.Array  # int32 [B], what sampling draws from
     active: jax.Array  # bool [B]: the sentence still goes on
+    ended: jax.Array  # int32 [B]: hypotheses that have finished so far
     done: SearchResult  # [B, n]
 
 
@@ -53,11 +66,224 @@ def length_penalty(length: jax.Array | int, alpha: float, form: str = "paper") -
     return (length if form == "power" else (5.0 + length) / 6.0) ** alpha
 
 
-Penalty = Callable[[jax.Array], jax.Array]
+@dataclasses.dataclass(frozen=True)
+class BeamSearch:
+    """A search in three parts: start, advance as often as wanted, finish.
 
+    Attributes:
+        beam_size: W.
+        eos_id: the token that ends a hypothesis.
+        length_penalty: alpha.
+        length_penalty_form: form of length_penalty().
+        num_hypotheses: n, how many are wanted and searched for exactly; 0: W.
+        min_length: tokens that a hypothesis has at least before EOS.
+        no_repeat_ngram: no sequence of so many tokens comes twice; 0: it may.
+        rule: which continuations count, and when a sentence ends.
+    """
 
-def _penalty(alpha: float, form: str) -> Penalty:
-    return lambda length: length_penalty(length, alpha, form)
+    beam_size: int
+    eos_id: int
+    length_penalty: float = 0.0
+    length_penalty_form: str = "paper"
+    num_hypotheses: int = 0
+    min_length: int = 0
+    no_repeat_ngram: int = 0
+    rule: str = "exact"
+
+    def start(
+        self,
+        cache: Any,
+        first_token: jax.Array,
+        limit: jax.Array,
+        max_len: int,
+        offset: jax.Array | int = 0,
+        log_prob: jax.Array | float = 0.0,
+        seed: jax.Array | int = 0,
+    ) -> BeamState:
+        """Only slot 0 is live, or the first step would take the same token W times.
+
+        Args:
+            cache: whatever the step function takes.
+            first_token: int32 [B], not part of the result.
+            limit: int32 [B], tokens of each sentence, prefix and EOS included.
+            max_len: T, the static size of the result.
+            offset: int32 [B], tokens of a prefix that the cache holds already.
+            log_prob: float32 [B], of that prefix.
+            seed: int32 [B], for sampling.
+        """
+        B, W, n = first_token.shape[0], self.beam_size, self.num_hypotheses or self.beam_size
+        empty = SearchResult(
+            ids=jnp.zeros((B, n, max_len), jnp.int32),
+            log_prob=jnp.full((B, n), DEAD),
+            score=jnp.full((B, n), DEAD),
+            finished=jnp.zeros((B, n), bool),
+        )
+        return BeamState(
+            time=jnp.zeros((), jnp.int32),
+            cache=cache,
+            token=jnp.broadcast_to(first_token[:, None], (B, W)).astype(jnp.int32),
+            parent=jnp.zeros((B, W), jnp.int32),
+            ids=jnp.zeros((B, W, max_len), jnp.int32),
+            log_prob=jnp.full((B, W), DEAD).at[:, 0].set(log_prob),
+            length=jnp.broadcast_to(offset, (B,)).astype(jnp.int32),
+            limit=jnp.asarray(limit, jnp.int32),
+            offset=jnp.broadcast_to(offset, (B,)).astype(jnp.int32),
+            seed=jnp.broadcast_to(seed, (B,)).astype(jnp.int32),
+            active=jnp.asarray(limit) > offset,
+            ended=jnp.zeros((B,), jnp.int32),
+            done=empty,
+        )
+
+    def advance(
+        self,
+        step_fn: StepFunction,
+        state: BeamState,
+        until: jax.Array | int,
+        allowed: jax.Array | None = None,
+    ) -> BeamState:
+        """Go on until every sentence has ended, or for `until` tokens in all.
+
+        Args:
+            step_fn: as in beam_search.
+            state: as start or advance gave it.
+            until: time at which to stop.
+            allowed: bool [V], tokens that may be chosen; None: all.
+        """
+
+        def go_on(state: BeamState) -> jax.Array:
+            return state.active.any() & (state.time < until)
+
+        def step(state: BeamState) -> BeamState:
+            parent = None if self.beam_size == 1 else state.parent
+            logits, cache = step_fn(state.token, parent, state.cache)
+            log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+            # One NaN among the logits makes NaN of all the log_probs of its slot.
+            broken = (jnp.isnan(log_probs[:, :, 0]) & (state.log_prob > DEAD / 2)).any(1)
+            log_probs = self.forbid(state, log_probs, allowed)
+            count = self.beam_size * (1 if self.rule == "exact" else 2)
+            total = state.log_prob[:, :, None] + log_probs
+            log_prob, parent, token = _best(total, min(count, total[0].size))
+            log_prob = jnp.where(broken[:, None], jnp.nan, log_prob)
+            return self._extend(state._replace(cache=cache), log_prob, parent, token)
+
+        return lax.while_loop(go_on, step, state)
+
+    def finish(self, state: BeamState) -> SearchResult:
+        """Finished hypotheses, then the live ones: unfinished, and so marked."""
+        n = state.done.score.shape[1]
+        score = state.log_prob / self._penalty(state.length)[:, None]
+        broken = jnp.isnan(state.log_prob)
+        live = broken | (state.log_prob > DEAD / 2)
+        # NaN is never hidden; finished ones rank above any live one, then by score.
+        rank = jnp.concatenate(
+            [
+                jnp.where(state.done.finished, 0, 2),
+                jnp.where(broken, -1, jnp.where(live, 1, 2)),
+            ],
+            1,
+        )
+        everything = SearchResult(
+            ids=jnp.concatenate([state.done.ids, state.ids], 1),
+            log_prob=jnp.concatenate([state.done.log_prob, state.log_prob], 1),
+            score=jnp.concatenate([state.done.score, jnp.where(live, score, DEAD)], 1),
+            finished=jnp.concatenate([state.done.finished, jnp.zeros_like(live)], 1),
+        )
+        return _take(everything, jnp.lexsort((-everything.score, rank), axis=-1)[:, :n])
+
+    def _penalty(self, length: jax.Array) -> jax.Array:
+        return length_penalty(length, self.length_penalty, self.length_penalty_form)
+
+    def forbid(
+        self, state: BeamState, log_probs: jax.Array, allowed: jax.Array | None
+    ) -> jax.Array:
+        """DEAD for tokens that may not come next; [B, W, V], not renormalised."""
+        if allowed is not None:
+            log_probs = jnp.where(allowed, log_probs, DEAD)
+        if self.min_length:
+            too_short = state.time + state.offset < self.min_length
+            barred = jnp.where(too_short, DEAD, 0.0)[:, None]
+            log_probs = log_probs.at[:, :, self.eos_id].add(barred)
+        if self.no_repeat_ngram:
+            log_probs = jnp.where(self._repeats(state, log_probs.shape[2]), DEAD, log_probs)
+        return log_probs
+
+    def _repeats(self, state: BeamState, V: int) -> jax.Array:
+        """Tokens that would end an n-gram which the hypothesis already holds: bool [B, W, V]."""
+        n, ids = self.no_repeat_ngram, state.ids
+        B, W, T = ids.shape
+        starts = jnp.arange(T)
+        known = starts + n <= state.time  # n-grams that lie in the past as a whole
+        same = jnp.broadcast_to(known, (B, W, T))
+        for i in range(n - 1):
+            recent = lax.dynamic_index_in_dim(ids, state.time - (n - 1) + i, 2)
+            same &= jnp.roll(ids, -i, 2) == recent
+        last = jnp.roll(ids, -(n - 1), 2)
+        rows = jnp.arange(B)[:, None, None], jnp.arange(W)[None, :, None]
+        return jnp.zeros((B, W, V), bool).at[(*rows, last)].max(same)
+
+    def _extend(
+        self, state: BeamState, log_prob: jax.Array, parent: jax.Array, token: jax.Array
+    ) -> BeamState:
+        """Write the chosen tokens, move the ended ones to `done`, and see who goes on.
+
+        Args:
+            state: with the cache of the step.
+            log_prob: [B, C] of the C best continuations, best first.
+            parent: [B, C].
+            token: [B, C].
+        """
+        W, length = self.beam_size, state.time + 1 + state.offset
+        ids = jnp.take_along_axis(state.ids, parent[:, :, None], axis=1)
+        ids = lax.dynamic_update_slice_in_dim(ids, token[:, :, None], state.time, 2)
+        real = (log_prob > DEAD / 2) & state.active[:, None]
+        is_end = real & (token == self.eos_id)
+        ended = is_end
+        if self.rule == "ctranslate2":
+            ended &= jnp.arange(token.shape[1]) < W
+        done = merge(state.done, ids, log_prob, log_prob / self._penalty(length)[:, None], ended)
+        count = state.ended + ended.sum(1, dtype=jnp.int32)
+        live = jnp.where((real & ~is_end) | jnp.isnan(log_prob), log_prob, DEAD)
+        if self.rule != "exact":
+            order = jnp.argsort(is_end, axis=1, stable=True)[:, :W]  # the W best that go on
+            live, parent, token = (jnp.take_along_axis(x, order, 1) for x in (live, parent, token))
+            ids = jnp.take_along_axis(ids, order[:, :, None], 1)
+        active = state.active & self._goes_on(state, live, done, count, is_end[:, 0])
+        # A sentence that has ended keeps the hypotheses it ended with.
+        keep = state.active
+        return state._replace(
+            time=state.time + 1,
+            token=token,
+            parent=parent,
+            ids=jnp.where(keep[:, None, None], ids, state.ids),
+            log_prob=jnp.where(keep[:, None], live, state.log_prob),
+            length=jnp.where(keep, length, state.length),
+            active=active,
+            ended=count,
+            done=done,
+        )
+
+    def _goes_on(
+        self,
+        state: BeamState,
+        live: jax.Array,
+        done: SearchResult,
+        count: jax.Array,
+        best_ended: jax.Array,
+    ) -> jax.Array:
+        """Whether a sentence goes on after this step: bool [B]."""
+        length = state.time + 1 + state.offset
+        possible = (live.max(-1) > DEAD / 2) & (length < state.limit)
+        if self.rule == "ctranslate2":
+            enough = count >= self.beam_size
+            if self.length_penalty == 0:
+                enough |= best_ended & (count >= done.score.shape[1])
+            return possible & ~enough
+        # The best that a live hypothesis can still reach: penalties grow with alpha >= 0, so at
+        # the sentence's own limit; they shrink with alpha < 0, so at the next length.
+        grows = self.length_penalty >= 0
+        final = state.limit if grows else jnp.minimum(length + 1, state.limit)
+        reachable = live.max(-1) / self._penalty(final)
+        return possible & (reachable > done.score[:, -1])
 
 
 def beam_search(
@@ -70,9 +296,8 @@ def beam_search(
     limit: jax.Array,
     length_penalty: float,
     eos_id: int,
-    num_hypotheses: int | None = None,
     allowed: jax.Array | None = None,
-    length_penalty_form: str = "paper",
+    **options: Any,
 ) -> SearchResult:
     """The best continuations of `first_token` under step_fn.
 
@@ -86,38 +311,17 @@ def beam_search(
         limit: int32 [B], tokens that each sentence may have, EOS included; max_len is a limit too.
         length_penalty: alpha.
         eos_id: the token that ends a hypothesis.
-        num_hypotheses: n, how many are wanted and searched for exactly; None: W.
         allowed: bool [V], tokens that may be chosen; None: all. Probabilities are not renormalised.
-        length_penalty_form: form of length_penalty().
+        **options: further attributes of BeamSearch.
 
     Returns:
         SearchResult. Where fewer than n hypotheses finished, live ones at the limit follow; where
         even these are fewer, empty ones of score DEAD. A sentence for which step_fn gives NaN
         ends at once, with a first hypothesis of log_prob NaN.
     """
-    limit = jnp.minimum(limit, max_len)
-    grows, penalty = length_penalty >= 0, _penalty(length_penalty, length_penalty_form)
-    n, W, B = num_hypotheses or beam_size, beam_size, first_token.shape[0]
-    state = _start(cache, first_token, limit, W, n, max_len)
-
-    def go_on(state: _State) -> jax.Array:
-        return state.active.any()
-
-    def advance(state: _State) -> _State:
-        parent = None if W == 1 else state.parent
-        logits, cache = step_fn(state.token, parent, state.cache)
-        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        # One NaN among the logits makes NaN of all the log_probs of its slot.
-        broken = (jnp.isnan(log_probs[:, :, 0]) & (state.log_prob > DEAD / 2)).any(1)
-        if allowed is not None:
-            log_probs = jnp.where(allowed, log_probs, DEAD)
-        log_prob, parent, token = _best(state.log_prob[:, :, None] + log_probs, W)
-        log_prob = jnp.where(broken[:, None], jnp.nan, log_prob)
-        return _extend(state, cache, log_prob, parent, token, limit, penalty, grows, eos_id)
-
-    state = lax.while_loop(go_on, advance, state)
-    assert state.ids.shape == (B, W, max_len)
-    return _collect(state, penalty)
+    search = BeamSearch(beam_size, eos_id, length_penalty, **options)
+    state = search.start(cache, first_token, jnp.minimum(limit, max_len), max_len)
+    return search.finish(search.advance(step_fn, state, max_len, allowed))
 
 
 def greedy_search(
@@ -142,95 +346,6 @@ def greedy_search(
         length_penalty=length_penalty,
         eos_id=eos_id,
         allowed=allowed,
-    )
-
-
-def sample(
-    step_fn: StepFunction,
-    cache: Any,
-    first_token: jax.Array,
-    *,
-    max_len: int,
-    limit: jax.Array,
-    eos_id: int,
-    seed: jax.Array,
-    temperature: jax.Array | float = 1.0,
-    allowed: jax.Array | None = None,
-) -> SearchResult:
-    """Draw one continuation of `first_token` for each sentence.
-
-    Args:
-        step_fn: as in beam_search, with W = 1.
-        cache: whatever step_fn takes.
-        first_token: int32 [B], not part of the result.
-        max_len: T, the static size of the result.
-        limit: int32 [B], tokens that each sentence may have, EOS included; max_len is a limit too.
-        eos_id: the token that ends a hypothesis.
-        seed: int32 [B]; what a sentence draws follows from its own seed alone.
-        temperature: logits are divided by it; 0: the likeliest token.
-        allowed: bool [V], tokens that may be drawn; None: all.
-
-    Returns:
-        SearchResult of one hypothesis; log_prob is that of the model, without temperature.
-    """
-    B = first_token.shape[0]
-    limit = jnp.minimum(limit, max_len)
-    keys = jax.vmap(jax.random.key)(jnp.asarray(seed, jnp.uint32))
-
-    def go_on(state: tuple) -> jax.Array:
-        return state[-1].any()
-
-    def advance(state: tuple) -> tuple:
-        time, cache, token, ids, log_prob, ended, active = state
-        logits, cache = step_fn(token[:, None], None, cache)
-        log_probs = jax.nn.log_softmax(logits[:, 0].astype(jnp.float32))
-        choice = log_probs if allowed is None else jnp.where(allowed, log_probs, DEAD)
-        noise = jax.vmap(
-            lambda key: jax.random.gumbel(jax.random.fold_in(key, time), choice.shape[1:])
-        )
-        token = jnp.argmax(choice + temperature * noise(keys), -1).astype(jnp.int32)
-        gain = jnp.take_along_axis(log_probs, token[:, None], 1)[:, 0]
-        ids = ids.at[:, time].set(jnp.where(active, token, 0))
-        log_prob = jnp.where(active, log_prob + gain, log_prob)
-        ended |= active & (token == eos_id)
-        active &= (token != eos_id) & (time + 1 < limit) & ~jnp.isnan(log_prob)
-        return time + 1, cache, token, ids, log_prob, ended, active
-
-    start = (
-        jnp.zeros((), jnp.int32),
-        cache,
-        first_token.astype(jnp.int32),
-        jnp.zeros((B, max_len), jnp.int32),
-        jnp.zeros((B,), jnp.float32),
-        jnp.zeros((B,), bool),
-        limit > 0,
-    )
-    _, _, _, ids, log_prob, ended, _ = lax.while_loop(go_on, advance, start)
-    log_prob = log_prob[:, None]
-    return SearchResult(ids[:, None], log_prob, log_prob, ended[:, None])
-
-
-def _start(
-    cache: Any, first_token: jax.Array, limit: jax.Array, W: int, n: int, max_len: int
-) -> _State:
-    """Only slot 0 is live, or the first step would take the same token W times."""
-    B = first_token.shape[0]
-    empty = SearchResult(
-        ids=jnp.zeros((B, n, max_len), jnp.int32),
-        log_prob=jnp.full((B, n), DEAD),
-        score=jnp.full((B, n), DEAD),
-        finished=jnp.zeros((B, n), bool),
-    )
-    return _State(
-        time=jnp.zeros((), jnp.int32),
-        cache=cache,
-        token=jnp.broadcast_to(first_token[:, None], (B, W)).astype(jnp.int32),
-        parent=jnp.zeros((B, W), jnp.int32),
-        ids=jnp.zeros((B, W, max_len), jnp.int32),
-        log_prob=jnp.full((B, W), DEAD).at[:, 0].set(0.0),
-        length=jnp.zeros((B,), jnp.int32),
-        active=limit > 0,
-        done=empty,
     )
 
 
@@ -259,48 +374,7 @@ def _best(total: jax.Array, W: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return value, index // V, index % V
 
 
-def _extend(
-    state: _State,
-    cache: Any,
-    log_prob: jax.Array,
-    parent: jax.Array,
-    token: jax.Array,
-    limit: jax.Array,
-    penalty: Penalty,
-    grows: bool,
-    eos_id: int,
-) -> _State:
-    """Write the chosen tokens, move the ended ones to `done`, and see who goes on."""
-    length = state.time + 1
-    ids = jnp.take_along_axis(state.ids, parent[:, :, None], axis=1)
-    ids = lax.dynamic_update_slice_in_dim(ids, token[:, :, None], state.time, 2)
-    real = (log_prob > DEAD / 2) & state.active[:, None]
-    ended = real & (token == eos_id)
-    done = _merge(state.done, ids, log_prob, log_prob / penalty(length), ended)
-    live = jnp.where((real & ~ended) | jnp.isnan(log_prob), log_prob, DEAD)
-
-    # The best that a live hypothesis can still reach: penalties grow with alpha >= 0, so at the
-    # sentence's own limit; they shrink with alpha < 0, so at the next length.
-    final = limit if grows else jnp.minimum(length + 1, limit)
-    reachable = live.max(-1) / penalty(final)
-    can_win = (live.max(-1) > DEAD / 2) & (reachable > done.score[:, -1])
-    active = state.active & can_win & (length < limit)
-    # A sentence that has ended keeps the hypotheses it ended with.
-    keep = state.active
-    return _State(
-        time=length,
-        cache=cache,
-        token=token,
-        parent=parent,
-        ids=jnp.where(keep[:, None, None], ids, state.ids),
-        log_prob=jnp.where(keep[:, None], live, state.log_prob),
-        length=jnp.where(keep, length, state.length),
-        active=active,
-        done=done,
-    )
-
-
-def _merge(
+def merge(
     done: SearchResult, ids: jax.Array, log_prob: jax.Array, score: jax.Array, new: jax.Array
 ) -> SearchResult:
     """The n best of the finished hypotheses and the `new` ones."""
@@ -322,27 +396,3 @@ def _take(result: SearchResult, order: jax.Array) -> SearchResult:
         score=jnp.take_along_axis(result.score, order, 1),
         finished=jnp.take_along_axis(result.finished, order, 1),
     )
-
-
-def _collect(state: _State, penalty: Penalty) -> SearchResult:
-    """Finished hypotheses, then the live ones: unfinished, and so marked."""
-    n = state.done.score.shape[1]
-    score = state.log_prob / penalty(state.length)[:, None]
-    broken = jnp.isnan(state.log_prob)
-    live = broken | (state.log_prob > DEAD / 2)
-    # NaN is never hidden; finished ones rank above any live one, then by score.
-    rank = jnp.concatenate(
-        [
-            jnp.where(state.done.finished, 0, 2),
-            jnp.where(broken, -1, jnp.where(live, 1, 2)),
-        ],
-        1,
-    )
-    everything = SearchResult(
-        ids=jnp.concatenate([state.done.ids, state.ids], 1),
-        log_prob=jnp.concatenate([state.done.log_prob, state.log_prob], 1),
-        score=jnp.concatenate([state.done.score, jnp.where(live, score, DEAD)], 1),
-        finished=jnp.concatenate([state.done.finished, jnp.zeros_like(live)], 1),
-    )
-    order = jnp.lexsort((-everything.score, rank), axis=-1)[:, :n]
-    return _take(everything, order)

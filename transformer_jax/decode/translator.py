@@ -1,56 +1,93 @@
 """Strings in, translations out: what people call."""
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from transformer_jax.config import Config, ConfigError
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from transformer_jax.config import Config, ConfigError, MeshConfig
 from transformer_jax.data.tokenizer import Tokenizer
-from transformer_jax.decode.engine import Engine, Hypothesis
-from transformer_jax.decode.trained import load_trained
+from transformer_jax.decode.engine import LENGTHS, Engine, Hypothesis, Request, padded, rung
+from transformer_jax.decode.sampling import Sampling
+from transformer_jax.decode.search import BeamSearch
+from transformer_jax.decode.trained import Trained, load_trained
 from transformer_jax.model import Model
-from transformer_jax.types import Score, Translation
+from transformer_jax.types import Batch, SamplingOptions, Score, Translation
 
 logger = logging.getLogger(__name__)
 
 
 class Translator:
-    """A trained model, ready to translate.
+    """A trained model, ready to translate; safe to call from several threads.
 
-    Attributes:
+    Args:
         params: the parameter tree.
         config: the Config of the run.
         tokenizer: the run's tokenizer.
+        mesh: devices that share the rows of a batch; None: wherever the parameters are.
+        others: further models of the same tokenizer, which vote.
+
+    Attributes:
+        params: as given.
+        config: as given.
+        tokenizer: as given.
         model: the pure functions that take `params`.
     """
 
-    def __init__(self, params: Any, config: Config, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        params: Any,
+        config: Config,
+        tokenizer: Tokenizer,
+        mesh: Mesh | None = None,
+        others: Sequence[Trained] = (),
+    ) -> None:
         if not config.model.encoder_layers:
             raise ConfigError("--model.encoder-layers: got 0, a language model: use LanguageModel")
+        for other in others:
+            if other.tokenizer.fingerprint != tokenizer.fingerprint:
+                raise ConfigError("checkpoints: got different tokenizers, allowed: one for all")
         self.params, self.config, self.tokenizer = params, config, tokenizer
         self.model = Model(config.model)
-        self._engine = Engine(self.model, params, tokenizer.vocab_size)
+        models = [(self.model, params), *((Model(o.config.model), o.params) for o in others)]
+        self._engine = Engine(models, tokenizer.vocab_size, mesh)
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, which: str | int | None = None) -> "Translator":
+    def from_checkpoint(
+        cls,
+        path: str | Path | Sequence[str | Path],
+        which: str | int | None = None,
+        *,
+        mesh: MeshConfig | None = None,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+    ) -> "Translator":
         """Load a run directory, or one step of it (a directory checkpoints/STEP).
 
         Args:
-            path: the directory.
+            path: the directory; several: an ensemble of runs with one tokenizer.
             which: "best", "latest" or a step; None: best, else latest.
+            mesh: how the model is spread over devices; None: rows over all of them.
+            dtype: of activations; None: that of the run.
 
         Raises:
             ConfigError: no such run, or its parts do not belong together.
         """
-        return cls(*load_trained(path, which))
+        paths = [path] if isinstance(path, str | Path) else list(path)
+        first, *others = (load_trained(p, which, mesh, dtype) for p in paths)
+        return cls(first.params, first.config, first.tokenizer, first.mesh, others)
 
     def translate(self, texts: Sequence[str], **options: Any) -> list[str]:
         """The best translation of each text, in order; "" for a text without content.
 
-        Keywords are those of translate_nbest, less num_hypotheses.
+        Keywords are those of translate_nbest; with `choose` "mbr" num_hypotheses counts too.
         """
-        options["num_hypotheses"] = 1
+        if options.get("choose") != "mbr":
+            options["num_hypotheses"] = 1
         found = self.translate_nbest(texts, **options)
         return [hypotheses[0].text if hypotheses else "" for hypotheses in found]
 
@@ -62,8 +99,15 @@ class Translator:
         beam_size: int | None = None,
         length_penalty: float | None = None,
         length_penalty_form: str | None = None,
+        rule: str = "exact",
+        min_length: int = 0,
+        no_repeat_ngram: int = 0,
         max_extra_tokens: int | None = None,
         max_source_tokens: int | None = None,
+        prefix: Sequence[str] | None = None,
+        sampling: SamplingOptions | Mapping[str, Any] | None = None,
+        choose: Literal["score", "mbr"] = "score",
+        attention: bool = False,
         batch_tokens: int | None = None,
         first_line: int = 1,
     ) -> list[list[Translation]]:
@@ -71,13 +115,20 @@ class Translator:
 
         Args:
             texts: one sentence each.
-            num_hypotheses: how many; at most beam_size.
+            num_hypotheses: how many; at most beam_size, except when they are drawn.
             beam_size: hypotheses kept in the search; 1: greedy.
             length_penalty: alpha of ((5 + length) / 6) ** alpha.
             length_penalty_form: "paper": the above; "power": length ** alpha.
+            rule: which continuations count and when a search ends; see search.py.
+            min_length: tokens that a translation has at least.
+            no_repeat_ngram: no sequence of so many tokens comes twice; 0: it may.
             max_extra_tokens: a translation may be this much longer than its source.
             max_source_tokens: longer sources are cut, with a warning; None: the longest that
                 the model was trained on.
+            prefix: what each translation begins with, one for each text.
+            sampling: draw instead of searching.
+            choose: "mbr": of all hypotheses the one most like the others, by chrF, comes first.
+            attention: add the cross-attention of the last layer, averaged over heads.
             batch_tokens: source slots of one batch.
             first_line: number of the first text in warnings.
 
@@ -90,26 +141,57 @@ class Translator:
         longest = max_source_tokens
         if longest is None:
             longest = self.config.data.max_source_tokens
-        _require_least("beam_size", beam_size, 1)
-        _require_least("max_extra_tokens", extra, 0)
-        _require_least("max_source_tokens", longest, 2)  # one piece and EOS
-        if not 1 <= num_hypotheses <= beam_size:
-            raise ConfigError(f"num_hypotheses: got {num_hypotheses}, allowed: 1 to {beam_size}")
+        for name, value, least in (
+            ("beam_size", beam_size, 1),
+            ("max_extra_tokens", extra, 0),
+            ("max_source_tokens", longest, 2),  # one piece and EOS
+            ("min_length", min_length, 0),
+            ("no_repeat_ngram", no_repeat_ngram, 0),
+        ):
+            _require_least(name, value, least)
+        if sampling is not None:
+            search, seed = _sampling(sampling, num_hypotheses, min_length, self.tokenizer.eos_id)
+        else:
+            seed = 0
+            if not 1 <= num_hypotheses <= beam_size:
+                raise ConfigError(
+                    f"num_hypotheses: got {num_hypotheses}, allowed: 1 to {beam_size}"
+                )
+            search = BeamSearch(
+                beam_size,
+                self.tokenizer.eos_id,
+                length_penalty=c.length_penalty if length_penalty is None else length_penalty,
+                length_penalty_form=length_penalty_form or c.length_penalty_form,
+                num_hypotheses=num_hypotheses,
+                min_length=min_length,
+                no_repeat_ngram=no_repeat_ngram,
+                rule=rule,
+            )
         sources, cut = self._encode_sources(texts, longest, first_line)
+        prefixes = self._encode_prefixes(texts, prefix)
         # Some normalizations make pieces of white space.
         full = [i for i, ids in enumerate(sources) if len(ids) > 1 and texts[i].strip()]
-        found = self._engine.search(
-            [sources[i] for i in full],
-            beam_size=beam_size,
-            length_penalty=c.length_penalty if length_penalty is None else length_penalty,
-            length_penalty_form=length_penalty_form or c.length_penalty_form,
-            max_extra_tokens=extra,
-            num_hypotheses=num_hypotheses,
-            batch_tokens=c.batch_tokens if batch_tokens is None else batch_tokens,
-        )
+        requests = [
+            Request(
+                sources[i],
+                max(len(sources[i]) + extra, len(prefixes[i]) + 1),
+                prefixes[i],
+                seed + first_line - 1 + i,
+            )
+            for i in full
+        ]
+        batch_tokens = c.batch_tokens if batch_tokens is None else batch_tokens
+        found = self._engine.decode(search, requests, batch_tokens)
         results: list[list[Translation]] = [[] for _ in texts]
         for i, hypotheses in zip(full, found, strict=True):
             results[i] = [self._translation(h, cut[i]) for h in hypotheses]
+            if choose == "mbr":
+                results[i] = _most_alike_first(results[i])
+            if attention:
+                results[i] = [
+                    t._replace(attention=self._attention(sources[i], h.ids))
+                    for t, h in zip(results[i], hypotheses, strict=True)
+                ]
         return results
 
     def score(self, sources: Sequence[str], targets: Sequence[str]) -> list[Score]:
@@ -136,6 +218,17 @@ class Translator:
                 sources[i] = [*ids[: longest - 1], self.tokenizer.eos_id]
         return sources, cut
 
+    def _encode_prefixes(
+        self, texts: Sequence[str], prefix: Sequence[str] | None
+    ) -> list[list[int]]:
+        """Ids that each target begins with."""
+        if prefix is None:
+            return [[] for _ in texts]
+        _require_list("prefix", prefix)
+        if len(prefix) != len(texts):
+            raise ConfigError(f"prefix: got {len(prefix)}, allowed: {len(texts)}, one a text")
+        return [ids[:-1] for ids in self.tokenizer.encode_target(prefix)]
+
     def _translation(self, hypothesis: Hypothesis, cut: bool) -> Translation:
         ids = hypothesis.ids
         return Translation(
@@ -146,6 +239,57 @@ class Translator:
             finished=hypothesis.finished,
             truncated_source=cut,
         )
+
+    def _attention(self, source: Sequence[int], target: Sequence[int]) -> np.ndarray:
+        """Cross-attention of the last layer, mean over heads: [target tokens, source tokens]."""
+        src_ids = padded([source], 1, rung(len(source), LENGTHS))
+        tgt_ids = padded([[self.tokenizer.start_id, *target[:-1]]], 1, rung(len(target), LENGTHS))
+        segments = [np.sign(ids, dtype=np.int32) for ids in (src_ids, tgt_ids)]
+        batch = Batch(src_ids, segments[0], tgt_ids, tgt_ids, segments[1])
+        weights = _attention_weights(self.params, batch, model=self.model)
+        last = f"decoder_{self.config.model.decoder_layers - 1}.cross_attention"
+        return np.asarray(weights[last][0].mean(0))[: len(target), : len(source)]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _attention_weights(params: Any, batch: Batch, *, model: Model) -> dict[str, jax.Array]:
+    return model.attention_weights(params, batch)
+
+
+def _sampling(
+    given: SamplingOptions | Mapping[str, Any], draws: int, min_length: int, eos_id: int
+) -> tuple[Sampling, int]:
+    """The sampler and the seed."""
+    _require_least("num_hypotheses", draws, 1)
+    if isinstance(given, Mapping):
+        unknown = set(given) - set(SamplingOptions._fields)
+        if unknown:
+            allowed = ", ".join(SamplingOptions._fields)
+            raise ConfigError(f"sampling: got {sorted(unknown)[0]!r}, allowed: {allowed}")
+        given = SamplingOptions(**given)
+    o = given
+    for name, is_right, allowed in (
+        ("temperature", o.temperature >= 0, "0 or more"),
+        ("top_k", o.top_k >= 0, "0 or more"),
+        ("top_p", 0 < o.top_p <= 1, "above 0, up to 1"),
+        ("min_p", 0 <= o.min_p <= 1, "0 to 1"),
+    ):
+        if not is_right:
+            raise ConfigError(f"sampling.{name}: got {getattr(o, name)}, allowed: {allowed}")
+    drawn = Sampling(draws, eos_id, o.temperature, o.top_k, o.top_p, o.min_p, min_length)
+    return drawn, o.seed
+
+
+def _most_alike_first(hypotheses: list[Translation]) -> list[Translation]:
+    """Minimum Bayes risk: by mean chrF against all hypotheses, each as a reference (Eikema and
+    Aziz 2020)."""
+    from sacrebleu import CHRF  # the one part of decoding that needs it
+
+    metric = CHRF()
+    texts = [h.text for h in hypotheses]
+    gain = [sum(metric.sentence_score(text, [other]).score for other in texts) for text in texts]
+    order = sorted(range(len(texts)), key=lambda i: -gain[i])
+    return [hypotheses[i] for i in order]
 
 
 def _require_list(name: str, texts: Sequence[str]) -> None:

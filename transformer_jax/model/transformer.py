@@ -10,7 +10,7 @@ from jax import lax
 
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.layers import DecoderLayer, EncoderLayer, Norm, declare
+from transformer_jax.model.layers import DecoderLayer, EncoderLayer, KeysAndValues, Norm, declare
 from transformer_jax.model.masks import Mask
 from transformer_jax.model.positions import RelativeBias, sinusoids_at
 from transformer_jax.types import Batch
@@ -28,15 +28,25 @@ class DecodeCache(NamedTuple):
     its own past through `ancestry`, which says in which slot it stood at each earlier time.
     """
 
-    self_keys: tuple[jax.Array, ...]  # L x [B, G, W, T, K]
-    self_values: tuple[jax.Array, ...]  # L x [B, G, W, T, U]
-    cross_keys: tuple[jax.Array, ...]  # L x [B, G, S, K], one for all beams of a sentence
-    cross_values: tuple[jax.Array, ...]  # L x [B, G, S, U]
+    past: tuple[KeysAndValues, ...]  # L x over T * W places, place t * W + w: slot w at time t
+    cross: tuple[KeysAndValues, ...]  # L x over S places, one for all beams of a sentence
     src_mask: jax.Array | None  # bool [B, S]
     ancestry: jax.Array  # int32 [B, W, T]
     positions: jax.Array  # int32 [B, T]: position of the token at each time; EMPTY: none there
     lengths: jax.Array  # int32 [B]: tokens of each sentence so far, its next position
     index: jax.Array  # int32 []: time at which the next token is written
+
+    def grown(self, more: int) -> "DecodeCache":
+        """The same cache with room for so many tokens more."""
+        places = more * self.ancestry.shape[1]
+        widen = lambda x, axis, n: jnp.pad(x, [(0, n if i == axis else 0) for i in range(x.ndim)])
+        return self._replace(
+            past=tuple(
+                KeysAndValues(widen(p.key, 3, places), widen(p.value, 2, places)) for p in self.past
+            ),
+            ancestry=widen(self.ancestry, 2, more),
+            positions=jnp.pad(self.positions, ((0, 0), (0, more)), constant_values=EMPTY),
+        )
 
 
 EMPTY = -1
@@ -193,17 +203,14 @@ class Transformer(nn.Module):
         B = batch_size if memory is None else memory.shape[0]
         assert B is not None, "a decoder-only model needs batch_size"
         K, U = c.d_k or c.d_model // c.num_heads, c.d_v or c.d_model // c.num_heads
-        cross = [] if memory is None else [layer.project_memory(memory) for layer in self.decoder]
-
-        def empty(width: int) -> tuple[jax.Array, ...]:
-            shape = (B, c.num_kv_heads or c.num_heads, beam_size, max_len, width)
-            return tuple(jnp.zeros(shape, jnp.dtype(c.dtype)) for _ in self.decoder)
-
+        cross = () if memory is None else (layer.project_memory(memory) for layer in self.decoder)
+        G, M, dtype = c.num_kv_heads or c.num_heads, max_len * beam_size, jnp.dtype(c.dtype)
+        empty = lambda: KeysAndValues(
+            jnp.zeros((B, G, K, M), dtype), jnp.zeros((B, G, M, U), dtype)
+        )
         return DecodeCache(
-            self_keys=empty(K),
-            self_values=empty(U),
-            cross_keys=tuple(key for key, _ in cross),
-            cross_values=tuple(value for _, value in cross),
+            past=tuple(empty() for _ in self.decoder),
+            cross=tuple(cross),
             src_mask=src_mask,
             ancestry=jnp.zeros((B, beam_size, max_len), jnp.int32),
             positions=jnp.full((B, max_len), EMPTY, jnp.int32),
@@ -235,8 +242,8 @@ class Transformer(nn.Module):
         queries = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
         x = self._embed("decoder", tgt_ids, None, P)
         slots = jnp.zeros((B, 1, cache.ancestry.shape[2]), jnp.int32)  # slot 0 at every time
-        x, cache = self._cached_layers(x[:, None], queries, slots, cache)
-        return self.logits(x[:, 0]), cache._replace(index=jnp.asarray(P, jnp.int32))
+        x, cache = self._cached_layers(x[:, :, None], queries, slots, cache)
+        return self.logits(x[:, :, 0]), cache._replace(index=jnp.asarray(P, jnp.int32))
 
     def decode_step(
         self, token: jax.Array, parent: jax.Array | None, cache: DecodeCache
@@ -265,8 +272,8 @@ class Transformer(nn.Module):
         )
         x = self._embed("decoder", token, now, ancestry.shape[2])
         queries = jnp.broadcast_to(now, (B, W))
-        x, cache = self._cached_layers(x[:, :, None], queries, ancestry, cache)
-        return self.logits(x[:, :, 0]), cache._replace(index=cache.index + 1)
+        x, cache = self._cached_layers(x[:, None], queries, ancestry, cache)
+        return self.logits(x[:, 0]), cache._replace(index=cache.index + 1)
 
     def _cached_layers(
         self, x: jax.Array, queries: jax.Array, ancestry: jax.Array, cache: DecodeCache
@@ -274,20 +281,19 @@ class Transformer(nn.Module):
         """New tokens through the decoder beside the cache, which their keys and values join.
 
         Args:
-            x: [B, W', P, D], embedded.
-            queries: int32 [B, W' * P], their positions.
+            x: [B, P, W', D], embedded; P or W' is 1.
+            queries: int32 [B, P * W'], their positions.
             ancestry: int32 [B, W', T], the slot in which each finds its past at each time.
             cache: positions already hold the new tokens.
         """
         B, W, T = cache.ancestry.shape
-        slots = jnp.arange(W, dtype=jnp.int32)[None, None, :, None]
-        # [B, W', slot, time]: time t is seen in the one slot that the ancestry names.
-        own = (ancestry[:, :, None, :] == slots) & (cache.positions != EMPTY)[:, None, None, :]
-        own = jnp.repeat(own.reshape(B, -1, W * T), x.shape[2], axis=1)
+        # [B, W', time, slot]: time t is seen in the one slot that the ancestry names.
+        own = ancestry[:, :, :, None] == jnp.arange(W, dtype=jnp.int32)
+        own &= (cache.positions != EMPTY)[:, None, :, None]
         self_mask = Mask(
             query_positions=queries,
-            memory_positions=jnp.tile(cache.positions, (1, W)),
-            explicit=own[:, None],
+            memory_positions=jnp.repeat(cache.positions, W, axis=1),
+            explicit=own.reshape(B, 1, -1, T * W),
             causal=True,
             window=self.config.attention_window,
         )
@@ -295,14 +301,11 @@ class Transformer(nn.Module):
         if cache.src_mask is not None:
             cross_mask = Mask(explicit=cache.src_mask[:, None, None, :])
         bias = self._relative_bias("decoder")
-        keys, values = list(cache.self_keys), list(cache.self_values)
+        past = list(cache.past)
         for i, layer in enumerate(self.decoder):
-            cross = (cache.cross_keys[i], cache.cross_values[i]) if cache.cross_keys else None
-            x, (keys[i], values[i]) = layer.step(
-                x, (keys[i], values[i]), cache.index, self_mask, bias, cross, cross_mask
-            )
-        cache = cache._replace(self_keys=tuple(keys), self_values=tuple(values))
-        return self._final_norm(x), cache
+            cross = cache.cross[i] if cache.cross else None
+            x, past[i] = layer.step(x, past[i], cache.index, self_mask, bias, cross, cross_mask, W)
+        return self._final_norm(x), cache._replace(past=tuple(past))
 
     def _embed(
         self,

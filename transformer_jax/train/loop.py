@@ -173,7 +173,7 @@ class _Run:
         if count and self.config.model.encoder_layers:
             chosen = np.linspace(0, len(self.valid) - 1, count).astype(int)
             quality = translation_quality(
-                Translator(params, self.config, self.tokenizer),
+                Translator(params, self.config, self.tokenizer, self.mesh),
                 [self.valid[i] for i in chosen],
                 self.config.data.target_lang,
             )
