@@ -128,7 +128,8 @@ READ = """
 
     assert len(jax.devices()) == 1
     sharding = replicated(make_mesh(MeshConfig()))
-    shapes = Model(ModelConfig(24, 16, 32, 8, encoder_layers=1, decoder_layers=1))
+    sizes = {"vocab_size": 24, "d_model": 16, "d_ff": 32, "num_heads": 8}
+    shapes = Model(ModelConfig(**sizes, encoder_layers=1, decoder_layers=1))
     wanted = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes.abstract_params(),

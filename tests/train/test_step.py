@@ -18,7 +18,8 @@ from transformer_jax.config import (
 )
 from transformer_jax.data.batching import Bucket, Encoded, collate
 from transformer_jax.data.tokenizer import EOS
-from transformer_jax.decode.engine import Engine
+from transformer_jax.decode.engine import Engine, Request
+from transformer_jax.decode.search import BeamSearch
 from transformer_jax.model import Model
 from transformer_jax.model.dropout import dropout_key
 from transformer_jax.sharding import make_mesh, put_batch
@@ -309,14 +310,9 @@ def test_a_copy_task_is_learnt():
         ids = draw.integers(4, VOCABULARY, length)
         ids[0] = draw.choice([4, 8, 12, 16])
         sources.append([*ids.tolist(), EOS])
-    found = Engine(Model(model), state.params, VOCABULARY).search(
-        sources,
-        beam_size=1,
-        length_penalty=0.0,
-        max_extra_tokens=5,
-        num_hypotheses=1,
-        batch_tokens=4096,
-    )
+    requests = [Request(source, len(source) + 5) for source in sources]
+    engine = Engine([(Model(model), state.params)], VOCABULARY)
+    found = engine.decode(BeamSearch(1, EOS, 0.0), requests, 4096)
     hits = total = 0
     for source, (hypothesis,) in zip(sources, found, strict=True):
         hits += sum(a == b for a, b in zip(source, hypothesis.ids, strict=False))
