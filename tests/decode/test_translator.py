@@ -18,9 +18,10 @@ from transformer_jax.data.tokenizer import EOS, START, Tokenizer
 from transformer_jax.decode import engine as engine_module
 from transformer_jax.decode.engine import Hypothesis, Request
 from transformer_jax.decode.search import BeamSearch
+from transformer_jax.decode.trained import Trained
 from transformer_jax.decode.translator import Translator
 from transformer_jax.model import Model
-from transformer_jax.types import Translation
+from transformer_jax.types import SamplingOptions, Translation
 
 PAIRS = [
     ("the cat sees the dog", "die Katze sieht den Hund"),
@@ -345,3 +346,77 @@ def test_keywords_override_the_config_and_zero_is_a_value(translator, stub):
     assert (stub.search.beam_size, stub.search.length_penalty) == (3, 0.6)
     assert stub.requests[0].limit == len(stub.requests[0].source) + 4
     assert stub.search.num_hypotheses == 1
+
+
+# --- Prefixes, draws, ensembles, attention. ---
+
+
+def test_a_prefix_begins_the_translation(translator):
+    """Bug: the prefix is scored but not kept, or given to the wrong sentence."""
+    texts = ["a cat", "the dog sees a bird", "a bird"]
+    prefix = ["das", "", "die Katze"]
+    found = translator.translate_nbest(texts, prefix=prefix, num_hypotheses=2)
+    for text, begin, some in zip(texts, prefix, found, strict=True):
+        for h in some:
+            assert h.text.startswith(begin)
+        (score,) = translator.score([text], [some[0].text])
+        if some[0].finished and translator.tokenizer.encode_target([some[0].text])[0][:-1]:
+            ids = translator.tokenizer.encode_target([some[0].text])[0]
+            if len(ids) == score.num_tokens == len(some[0].pieces) + 1:
+                assert some[0].log_prob == pytest.approx(score.log_prob, abs=1e-3)
+    with pytest.raises(ConfigError, match="prefix: got 1, allowed: 3"):
+        translator.translate(texts, prefix=["das"])
+
+
+def test_draws_follow_the_seed_of_their_line(translator):
+    """Bug: a draw depends on the batch, on the order, or on nothing."""
+    options = {"sampling": {"temperature": 1.0, "top_k": 20, "seed": 3}, "num_hypotheses": 3}
+    together = translator.translate_nbest(SHORT, **options)
+    again = translator.translate_nbest(SHORT, **options, batch_tokens=8)
+    assert [[h.text for h in some] for some in together] == [
+        [h.text for h in some] for some in again
+    ]
+    alone = translator.translate_nbest(SHORT[2:3], **options, first_line=3)
+    assert [h.text for h in alone[0]] == [h.text for h in together[2]]
+    other = translator.translate_nbest(SHORT, sampling=SamplingOptions(seed=99), num_hypotheses=3)
+    assert other != together
+    for name, value in (("temperature", -1), ("top_p", 0), ("top_k", -1), ("min_p", 2)):
+        with pytest.raises(ConfigError, match=f"sampling.{name}: got {value}"):
+            translator.translate(["a cat"], sampling={name: value})
+    with pytest.raises(ConfigError, match="sampling: got 'heat', allowed: temperature"):
+        translator.translate(["a cat"], sampling={"heat": 1})
+
+
+def test_the_hypothesis_most_like_the_others_comes_first(translator, stub):
+    """Bug: the least alike, or the likeliest, is chosen."""
+    texts = ["die Katze", "die Katze", "die Maus", "ein Vogel"]
+    ids = [translator.tokenizer.encode_target([t])[0] for t in texts]
+    order = [3, 2, 0, 1]
+    stub.decode = lambda search, requests, tokens: [
+        [Hypothesis(ids[i], -float(n), -float(n), True) for n, i in enumerate(order)]
+    ]
+    found = translator.translate_nbest(
+        ["x y"], choose="mbr", sampling=SamplingOptions(), num_hypotheses=4
+    )
+    assert [h.text for h in found[0]] == texts
+
+
+def test_an_ensemble_needs_one_tokenizer(translator, tokenizer):
+    """Bug: ids of another tokenizer vote."""
+    mate = Trained(translator.params, translator.config, tokenizer, None)
+    arguments = translator.params, translator.config, tokenizer
+    both = Translator(*arguments, others=[mate])
+    assert both.translate(SHORT) == translator.translate(SHORT)
+    stranger = Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=303))
+    with pytest.raises(ConfigError, match="different tokenizers"):
+        Translator(*arguments, others=[mate._replace(tokenizer=stranger)])
+
+
+def test_attention_is_that_of_each_target_token(translator):
+    """Bug: weights of padding, of another layer, or shifted by one."""
+    (some,) = translator.translate_nbest(["the cat sees the dog"], attention=True)
+    weights = some[0].attention
+    source = translator.tokenizer.encode_source(["the cat sees the dog"])[0]
+    assert weights.shape == (len(some[0].pieces) + some[0].finished, len(source))
+    np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-5)
+    assert translator.translate_nbest(["a cat"])[0][0].attention is None
