@@ -29,6 +29,7 @@ FLOORS: dict[str, int] = {
     "train.report": 7,
     "train.loop": 7,
     "command_line": 7,
+    "bulk": 7,
     "__main__": 8,
 }
 ORDER: dict[str, list[str]] = {
@@ -44,7 +45,10 @@ ORDER: dict[str, list[str]] = {
         *["loss", "optimizer", "state", "step", "metrics", "stop", "run_directory"],
         *["report", "loop"],
     ],
-    "decode": ["search", "sampling", "engine", "trained", "translator", "language_model"],
+    "decode": [
+        *["search", "sampling", "engine", "trained", "sentences"],
+        *["translator", "language_model"],
+    ],
     "interop": [],
 }
 # Modules that may not be imported, even inside a function: by folder or file, by first name.

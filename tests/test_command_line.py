@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -325,3 +326,37 @@ def test_a_reader_that_leaves_is_no_error(workshop: Path):
         check=False,
     )
     assert result.stdout.count(b"\n") == 1 and result.stderr == b""
+
+
+def test_sigterm_leaves_whole_lines(workshop: Path, tmp_path: Path):
+    """Bug: a stopped job leaves half a line, or loses the lines that were done."""
+    source, output = tmp_path / "many.en", tmp_path / "many.de"
+    write(source, ["the cat saw a dog and one bird sang"] * 40_000)
+    names = ["--checkpoint", workshop / "run", "--input", source, "--output", output]
+    process = subprocess.Popen(
+        [sys.executable, *COMMANDS, "translate", *map(str, names), "--beam-size", "1"],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    deadline = time.monotonic() + 120
+    while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    written = output.read_text(encoding="utf-8")
+    lines = written.split("\n")
+    assert lines.pop() == "" and 0 < len(lines) < 40_000
+    assert len(set(lines)) == 1
+
+
+def test_files_in_bulk_with_draws(workshop: Path, tmp_path: Path):
+    """Bug: flags of the search, of draws or of bulk mode do not arrive; draws differ by file."""
+    flags = ["--temperature", "1", "--top-k", "5", "--seed", "3", "--mbr", "3", "--n-best", "2"]
+    common = [*COMMANDS, "translate", "--checkpoint", workshop / "run", *flags]
+    result = start(*common, "--input", workshop / "few.*", "--output-dir", tmp_path)
+    assert (result.returncode, result.stdout) == (0, b""), result.stderr
+    one, other = ((tmp_path / f"few.{end}").read_text(encoding="utf-8") for end in ("en", "de"))
+    assert one == other and one.count("\n") == 4
+    assert all(len(json.loads(line)) == 2 for line in one.splitlines())
+    alone = start(*common, "--input", workshop / "few.en")
+    assert alone.stdout.decode("utf-8") == one

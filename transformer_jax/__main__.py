@@ -1,19 +1,31 @@
 """Commands on a trained run: python -m transformer_jax translate | score | evaluate ..."""
 
 import argparse
+import itertools
 import json
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
-from transformer_jax import command_line
+from transformer_jax import bulk, command_line
 from transformer_jax.config import ConfigError
 from transformer_jax.data.sources import read_lines, read_parallel
+from transformer_jax.types import SamplingOptions
 
-# Lines translated at a time: enough to sort by length, few enough to hold.
-_CHUNK_LINES = 2048
+_SEARCH = (
+    "beam_size",
+    "length_penalty",
+    "length_penalty_form",
+    "rule",
+    "min_length",
+    "no_repeat_ngram",
+    "max_extra_tokens",
+    "max_source_tokens",
+    "split",
+    "batch_tokens",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,39 +41,44 @@ def main(arguments: Sequence[str]) -> int:
 
 def translate(options: argparse.Namespace) -> int:
     """One output line for each input line, in order."""
-    from transformer_jax.decode.translator import Translator
-
-    translator = Translator.from_checkpoint(options.checkpoint, options.which)
+    if len(options.input) > 1 and not options.output_dir:
+        raise ConfigError(f"--input: got {len(options.input)} files, allowed: 1 or --output-dir")
+    jobs = None
+    if options.output_dir:
+        jobs = bulk.find_jobs(options.input, options.output_dir, options.share)
+        if options.prefix:
+            raise ConfigError("--prefix: got a file with --output-dir, allowed: one of them")
+    prefixes = None if options.prefix is None else read_lines(options.prefix)
     wanted = options.n_best or 1
-    with _output(options.output, options.input) as out:
-        for first, chunk in _chunks(_input(options.input)):
-            found = translator.translate_nbest(
-                chunk,
-                num_hypotheses=wanted,
-                beam_size=options.beam_size and max(options.beam_size, wanted),
-                length_penalty=options.length_penalty,
-                first_line=first,
-            )
-            for hypotheses in found:
-                if options.n_best or options.scores:
-                    line = json.dumps([h._asdict() for h in hypotheses], ensure_ascii=False)
-                else:
-                    line = hypotheses[0].text if hypotheses else ""
-                out.write(line + "\n")
-            out.flush()
+    search = _search(options, wanted)
+    translator = _translator(options)
+
+    def lines(texts: list[str], first: int) -> Iterator[str]:
+        prefix = None if prefixes is None else list(itertools.islice(prefixes, len(texts)))
+        found = translator.translate_nbest(texts, prefix=prefix, first_line=first, **search)
+        for hypotheses in found:
+            hypotheses = hypotheses[:wanted]
+            if options.n_best or options.scores:
+                yield json.dumps([h._asdict() for h in hypotheses], ensure_ascii=False)
+            else:
+                yield hypotheses[0].text if hypotheses else ""
+
+    if jobs is not None:
+        bulk.run_jobs(jobs, lines)
+        return 0
+    (name,) = options.input
+    with _output(options.output, name, options.prefix or "-") as out:
+        bulk.stream(_input(name), out, lines)
     return 0
 
 
 def score(options: argparse.Namespace) -> int:
     """Log-probability of each given translation, one JSON object a line."""
-    from transformer_jax.decode.translator import Translator
-
     pairs = read_parallel(options.source, options.target)
-    translator = Translator.from_checkpoint(options.checkpoint, options.which)
+    translator = _translator(options)
     with _output(options.output, options.source, options.target) as out:
-        for start in range(0, len(pairs), _CHUNK_LINES):
-            chunk = pairs[start : start + _CHUNK_LINES]
-            sources, targets = zip(*chunk, strict=True)
+        for start in range(0, len(pairs), bulk.CHUNK_LINES):
+            sources, targets = zip(*pairs[start : start + bulk.CHUNK_LINES], strict=True)
             for result in translator.score(sources, targets):
                 out.write(json.dumps(result._asdict()) + "\n")
     return 0
@@ -69,18 +86,13 @@ def score(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """sacreBLEU with its signature and chrF of free translations, as one JSON object."""
-    from transformer_jax.decode.translator import Translator
     from transformer_jax.evaluate import translation_quality
 
     pairs = read_parallel(options.source, options.reference)
-    translator = Translator.from_checkpoint(options.checkpoint, options.which)
-    quality = translation_quality(
-        translator,
-        pairs,
-        translator.config.data.target_lang,
-        beam_size=options.beam_size,
-        length_penalty=options.length_penalty,
-    )
+    search = _search(options)
+    translator = _translator(options)
+    language = translator.config.data.target_lang
+    quality = translation_quality(translator, pairs, language, **search)
     result = {k: v for k, v in quality._asdict().items() if k != "hypotheses"}
     with _output(options.output, options.source, options.reference) as out:
         out.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -92,16 +104,17 @@ def generate(options: argparse.Namespace) -> int:
     from transformer_jax.decode.language_model import LanguageModel
 
     model = LanguageModel.from_checkpoint(options.checkpoint, options.which)
+
+    def lines(prompts: list[str], first: int) -> Iterator[str]:
+        yield from model.generate(
+            prompts,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=options.seed + first - 1,
+        )
+
     with _output(options.output, options.input) as out:
-        for first, chunk in _chunks(_input(options.input)):
-            for text in model.generate(
-                chunk,
-                max_tokens=options.max_tokens,
-                temperature=options.temperature,
-                seed=options.seed + first - 1,
-            ):
-                out.write(text + "\n")
-            out.flush()
+        bulk.stream(_input(options.input), out, lines)
     return 0
 
 
@@ -127,27 +140,55 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=function)
         return added
 
-    def reads_checkpoint(added: argparse.ArgumentParser) -> None:
-        added.add_argument("--checkpoint", required=True, help="run directory, or one step of it")
+    def reads_checkpoint(added: argparse.ArgumentParser, several: bool = False) -> None:
+        text = "run directory, or one step of it" + "; several vote" * several
+        added.add_argument("--checkpoint", required=True, nargs="+" if several else None, help=text)
         added.add_argument("--which", help="best (default), latest or a step")
         added.add_argument("--output", default="-", help="file; - (default): standard output")
 
+    def runs_model(added: argparse.ArgumentParser) -> None:
+        added.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations")
+        added.add_argument("--mesh", help="DATA,FSDP,MODEL: devices along each axis; -1: the rest")
+        added.add_argument("--batch-tokens", type=_positive, help="source tokens of one batch")
+
     def searches(added: argparse.ArgumentParser) -> None:
-        added.add_argument("--beam-size", type=_positive, help="default: the run's config")
-        added.add_argument("--length-penalty", type=float, help="default: the run's config")
+        runs_model(added)
+        add = added.add_argument_group("search (default: the run's config)").add_argument
+        add("--beam-size", type=_positive, help="hypotheses kept; 1: greedy")
+        add("--length-penalty", type=float, help="alpha")
+        add("--length-penalty-form", choices=("paper", "power"), help="power: length ** alpha")
+        add("--rule", choices=("exact", "authors", "ctranslate2"), help="candidates and stopping")
+        add("--min-length", type=_positive, help="tokens that a translation has at least")
+        add("--no-repeat-ngram", type=_positive, help="no such sequence comes twice")
+        add("--max-extra-tokens", type=int, help="tokens more than the source has")
+        add("--max-source-tokens", type=_positive, help="longer sources are cut, with a warning")
+        add("--split", action="store_true", help="translate longer sources in parts instead")
+        add = added.add_argument_group("draws instead of a search").add_argument
+        add("--temperature", type=float, help="1: the model's own distribution")
+        add("--top-k", type=_positive, help="only so many of the likeliest tokens")
+        add("--top-p", type=float, help="only the likeliest, of so much probability together")
+        add("--min-p", type=float, help="only tokens with this share of the likeliest one's")
+        add("--seed", type=int, help="line i draws with seed + i")
+        add("--mbr", type=_positive, metavar="N", help="of N hypotheses the one most like the rest")
 
     added = command(translate, "translate lines of text")
-    reads_checkpoint(added)
+    reads_checkpoint(added, several=True)
     searches(added)
-    added.add_argument("--input", default="-", help="file; - (default): standard input")
+    added.add_argument(
+        "--input", nargs="+", default=["-"], help="file; - (default): standard input"
+    )
+    added.add_argument("--output-dir", help="one output for each input; those there are skipped")
+    added.add_argument("--share", default="0/1", help="I/N: every Nth file only, from the Ith on")
+    added.add_argument("--prefix", help="file: what each translation begins with")
     added.add_argument("--n-best", type=_positive, help="JSON with so many hypotheses a line")
     added.add_argument("--scores", action="store_true", help="JSON with pieces and scores")
     added = command(score, "log-probabilities of given translations")
-    reads_checkpoint(added)
+    reads_checkpoint(added, several=True)
+    runs_model(added)
     added.add_argument("--source", required=True, help="file")
     added.add_argument("--target", required=True, help="file")
     added = command(evaluate, "sacreBLEU and chrF on a test set")
-    reads_checkpoint(added)
+    reads_checkpoint(added, several=True)
     searches(added)
     added.add_argument("--source", required=True, help="file")
     added.add_argument("--reference", required=True, help="file")
@@ -160,6 +201,39 @@ def _parser() -> argparse.ArgumentParser:
     added = command(plan, "what a config needs, without an accelerator")
     added.add_argument("--config", required=True, help="file; any --section.field VALUE may follow")
     return parser
+
+
+def _translator(options: argparse.Namespace) -> Any:
+    """The Translator of --checkpoint and the flags of how it runs."""
+    from transformer_jax.config import MeshConfig
+    from transformer_jax.decode.translator import Translator
+
+    mesh = None
+    if options.mesh:
+        try:
+            mesh = MeshConfig(*map(int, options.mesh.split(",")))
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"--mesh: got {options.mesh!r}, allowed: up to three numbers such as 4,1,2"
+            ) from None
+    return Translator.from_checkpoint(
+        options.checkpoint, options.which, mesh=mesh, dtype=options.dtype
+    )
+
+
+def _search(options: argparse.Namespace, wanted: int = 1) -> dict[str, Any]:
+    """Keywords of translate_nbest from the flags that were given."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    search = {name: given[name] for name in _SEARCH if name in given}
+    sampling = {name: given[name] for name in SamplingOptions._fields if name in given}
+    if sampling:
+        search["sampling"] = sampling
+    if options.mbr:
+        search["choose"] = "mbr"
+    hypotheses = max(wanted, options.mbr or 1)
+    if not sampling and options.beam_size:
+        search["beam_size"] = max(options.beam_size, hypotheses)
+    return search | {"num_hypotheses": hypotheses}
 
 
 def _positive(text: str) -> int:
@@ -182,18 +256,6 @@ def _output(name: str, *inputs: str) -> TextIO:
         return open(target, "w", encoding="utf-8", newline="\n", closefd=name != "-")
     except OSError as error:
         raise ConfigError(f"--output: {name}: cannot be written: {error.strerror}") from None
-
-
-def _chunks(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Lists of lines with the number of the first, counted from 1."""
-    first, chunk = 1, []
-    for line in lines:
-        chunk.append(line)
-        if len(chunk) == _CHUNK_LINES:
-            yield first, chunk
-            first, chunk = first + len(chunk), []
-    if chunk:
-        yield first, chunk
 
 
 if __name__ == "__main__":

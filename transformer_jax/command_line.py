@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import io
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +77,8 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Call main with the arguments; a user's mistake is one line on stderr and exit code 2."""
     for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale
         cast(io.TextIOWrapper, stream).reconfigure(encoding="utf-8", errors="backslashreplace")
+    # Unwinds, so that files are closed after a whole line. Training has a handler of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         code = main(sys.argv[1:])
     except ConfigError as error:

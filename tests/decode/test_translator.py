@@ -420,3 +420,25 @@ def test_attention_is_that_of_each_target_token(translator):
     assert weights.shape == (len(some[0].pieces) + some[0].finished, len(source))
     np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-5)
     assert translator.translate_nbest(["a cat"])[0][0].attention is None
+
+
+def test_a_long_text_in_parts_loses_nothing(translator, caplog):
+    """Bugs: parts go to another line, the rest behind the first is dropped, each has the prefix."""
+    long = "the cat sees the dog. a bird sees the cat, the dog sees a bird. a cat"
+    texts = ["a bird", long, "", "the dog"]
+    options = {"max_source_tokens": 16, "split": True}
+    parts = ["the cat sees the dog.", "a bird sees the cat,", "the dog sees a bird.", "a cat"]
+    fits = [len(ids) <= 16 for ids in translator.tokenizer.encode_source([*parts, long])]
+    assert fits == [True] * 4 + [False]
+    found = translator.translate_nbest(texts, **options)
+    alone = translator.translate_nbest(parts)
+    assert found[1][0].text == " ".join(h.text for (h,) in alone)
+    assert found[1][0].log_prob == pytest.approx(sum(h.log_prob for (h,) in alone), abs=1e-3)
+    assert not found[1][0].truncated_source and not caplog.records
+    assert [h[0].text if h else "" for h in (found[0], found[2], found[3])] == (
+        translator.translate(["a bird", "", "the dog"])
+    )
+    (begun,) = translator.translate([long], prefix=["das"], **options)
+    assert begun.startswith("das") and begun.endswith(alone[-1][0].text)
+    with pytest.raises(ConfigError, match="attention: got True with split"):
+        translator.translate_nbest(texts, attention=True, split=True)

@@ -15,11 +15,15 @@ from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.decode.engine import LENGTHS, Engine, Hypothesis, Request, padded, rung
 from transformer_jax.decode.sampling import Sampling
 from transformer_jax.decode.search import BeamSearch
+from transformer_jax.decode.sentences import split_text
 from transformer_jax.decode.trained import Trained, load_trained
 from transformer_jax.model import Model
 from transformer_jax.types import Batch, SamplingOptions, Score, Translation
 
 logger = logging.getLogger(__name__)
+
+# Languages whose sentences follow each other without a space.
+_WITHOUT_SPACES = ("zh", "ja", "th", "lo", "km", "my")
 
 
 class Translator:
@@ -104,6 +108,7 @@ class Translator:
         no_repeat_ngram: int = 0,
         max_extra_tokens: int | None = None,
         max_source_tokens: int | None = None,
+        split: bool = False,
         prefix: Sequence[str] | None = None,
         sampling: SamplingOptions | Mapping[str, Any] | None = None,
         choose: Literal["score", "mbr"] = "score",
@@ -125,6 +130,7 @@ class Translator:
             max_extra_tokens: a translation may be this much longer than its source.
             max_source_tokens: longer sources are cut, with a warning; None: the longest that
                 the model was trained on.
+            split: translate longer sources in parts, cut at the ends of sentences, instead.
             prefix: what each translation begins with, one for each text.
             sampling: draw instead of searching.
             choose: "mbr": of all hypotheses the one most like the others, by chrF, comes first.
@@ -167,32 +173,39 @@ class Translator:
                 no_repeat_ngram=no_repeat_ngram,
                 rule=rule,
             )
-        sources, cut = self._encode_sources(texts, longest, first_line)
+        if split and attention:
+            raise ConfigError("attention: got True with split, allowed: one of them")
+        fits = lambda part: (
+            len(part.encode()) < longest or len(self.tokenizer.encode_source([part])[0]) <= longest
+        )
+        parts = [split_text(text, fits) if split else [text] for text in texts]
+        owner = [i for i, some in enumerate(parts) for _ in some]
+        parts = [part for some in parts for part in some]
+        sources, cut = self._encode_sources(parts, longest, [first_line + i for i in owner])
         prefixes = self._encode_prefixes(texts, prefix)
         # Some normalizations make pieces of white space.
-        full = [i for i, ids in enumerate(sources) if len(ids) > 1 and texts[i].strip()]
-        requests = [
-            Request(
-                sources[i],
-                max(len(sources[i]) + extra, len(prefixes[i]) + 1),
-                prefixes[i],
-                seed + first_line - 1 + i,
-            )
-            for i in full
-        ]
+        full = [k for k, ids in enumerate(sources) if len(ids) > 1 and parts[k].strip()]
+        requests = []
+        for k in full:
+            i = owner[k]
+            begin, prefixes[i] = prefixes[i], []  # of a text in parts the first has the prefix
+            limit = max(len(sources[k]) + extra, len(begin) + 1)
+            requests.append(Request(sources[k], limit, begin, seed + first_line - 1 + i))
         batch_tokens = c.batch_tokens if batch_tokens is None else batch_tokens
         found = self._engine.decode(search, requests, batch_tokens)
-        results: list[list[Translation]] = [[] for _ in texts]
-        for i, hypotheses in zip(full, found, strict=True):
-            results[i] = [self._translation(h, cut[i]) for h in hypotheses]
+        of_text: list[list[list[Translation]]] = [[] for _ in texts]
+        for k, hypotheses in zip(full, found, strict=True):
+            some = [self._translation(h, cut[k]) for h in hypotheses]
             if choose == "mbr":
-                results[i] = _most_alike_first(results[i])
+                some = _most_alike_first(some)
             if attention:
-                results[i] = [
-                    t._replace(attention=self._attention(sources[i], h.ids))
-                    for t, h in zip(results[i], hypotheses, strict=True)
+                some = [
+                    t._replace(attention=self._attention(sources[k], h.ids))
+                    for t, h in zip(some, hypotheses, strict=True)
                 ]
-        return results
+            of_text[owner[k]].append(some)
+        space = "" if self.config.data.target_lang in _WITHOUT_SPACES else " "
+        return [_joined(some, space) for some in of_text]
 
     def score(self, sources: Sequence[str], targets: Sequence[str]) -> list[Score]:
         """Log-probability of each given target for its source, on the scale of Translation."""
@@ -200,21 +213,21 @@ class Translator:
         _require_list("targets", targets)
         if len(sources) != len(targets):
             raise ConfigError(f"targets: got {len(targets)}, allowed: {len(sources)}, one a source")
-        source_ids, _ = self._encode_sources(sources, self.config.data.max_source_tokens)
+        longest = self.config.data.max_source_tokens
+        source_ids, _ = self._encode_sources(sources, longest, range(1, len(sources) + 1))
         target_ids = self.tokenizer.encode_target(targets)
         found = self._engine.score(source_ids, target_ids, self.config.decode.batch_tokens)
         return [Score(float(x.sum()), [float(p) for p in x], len(x)) for x in found]
 
     def _encode_sources(
-        self, texts: Sequence[str], longest: int, first_line: int = 1
+        self, texts: Sequence[str], longest: int, lines: Sequence[int]
     ) -> tuple[list[list[int]], list[bool]]:
         """Ids of each text, and whether they were cut; each cut is told with its line."""
         sources = self.tokenizer.encode_source(texts)
         cut = [len(ids) > longest for ids in sources]
         for i, ids in enumerate(sources):
             if cut[i]:
-                line = first_line + i
-                logger.warning("line %d: cut from %d to %d tokens", line, len(ids), longest)
+                logger.warning("line %d: cut from %d to %d tokens", lines[i], len(ids), longest)
                 sources[i] = [*ids[: longest - 1], self.tokenizer.eos_id]
         return sources, cut
 
@@ -278,6 +291,23 @@ def _sampling(
             raise ConfigError(f"sampling.{name}: got {getattr(o, name)}, allowed: {allowed}")
     drawn = Sampling(draws, eos_id, o.temperature, o.top_k, o.top_p, o.min_p, min_length)
     return drawn, o.seed
+
+
+def _joined(parts: list[list[Translation]], space: str) -> list[Translation]:
+    """The k-th best translations of the parts of a text, one after the other."""
+    if len(parts) <= 1:
+        return parts[0] if parts else []
+    return [
+        Translation(
+            text=space.join(t.text for t in some),
+            pieces=[piece for t in some for piece in t.pieces],
+            log_prob=sum(t.log_prob for t in some),
+            score=sum(t.score for t in some),
+            finished=all(t.finished for t in some),
+            truncated_source=any(t.truncated_source for t in some),
+        )
+        for some in zip(*parts, strict=False)
+    ]
 
 
 def _most_alike_first(hypotheses: list[Translation]) -> list[Translation]:
