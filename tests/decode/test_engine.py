@@ -1,17 +1,19 @@
 """Requests in, results out: the search with the real cached model against the full forward pass."""
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 
-from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config import ConfigError, MeshConfig, ModelConfig
 from transformer_jax.data.tokenizer import EOS, PAD, START, UNK
 from transformer_jax.decode import engine as engine_module
 from transformer_jax.decode.engine import LENGTHS, ROWS, TIMES, Engine, Request, rung
 from transformer_jax.decode.search import BeamSearch
 from transformer_jax.model import Model
+from transformer_jax.sharding import make_mesh, param_shardings
 
 VOCABULARY, TOKENIZER = 40, 34  # rows of the table, and pieces of the tokenizer
 MODEL = Model(
@@ -347,3 +349,35 @@ def test_an_ensemble_of_one_model_twice_is_that_model():
 def test_lengths_are_rounded_up(tokens, length):
     """Bug: a source of exactly a listed length is cut, or goes one shape too high."""
     assert rung(tokens, LENGTHS) == length
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2)])
+def test_a_mesh_finds_what_one_device_finds(sizes):
+    """Bugs: rows on different devices are mixed, a row short of the mesh is lost, or the cache of
+    split heads is reordered by the wrong parents."""
+    mesh = make_mesh(MeshConfig(*sizes))
+    shapes = MODEL.abstract_params()
+    params = jax.device_put(PARAMS, param_shardings(mesh, MODEL.logical_axes(), shapes))
+    spread = sizes[1:] != (1, 1)
+    assert spread != all(x.is_fully_replicated for x in jax.tree.leaves(params))
+    sources = random_sources([3, 9, 12, 4, 8, 2, 6, 1, 5, 7, 11])
+    requests = [Request(ids, len(ids) + 20) for ids in sources]
+    beam = BeamSearch(3, EOS, ALPHA)
+    found = Engine([(MODEL, params)], TOKENIZER, mesh).decode(beam, requests, 4096)
+    for some, want in zip(found, search(sources, extra=20), strict=True):
+        assert [h.ids for h in some] == [h.ids for h in want]
+        got, expected = ([h.log_prob for h in all_] for all_ in (some, want))
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_keeps_close_to_float32():
+    """Bug (F42): sums, softmax or scores in bfloat16; exact text is promised for float32 only."""
+    half = Model(dataclasses.replace(MODEL.config, dtype="bfloat16"))
+    sources = random_sources([5, 9, 12, 4])
+    requests = [Request(ids, len(ids) + EXTRA) for ids in sources]
+    found = Engine([(half, PARAMS)], TOKENIZER).decode(BeamSearch(3, EOS, ALPHA), requests, 4096)
+    targets = [some[0].ids for some in found]
+    exact = Engine([(MODEL, PARAMS)], TOKENIZER).score(sources, targets, 4096)
+    for some, want in zip(found, exact, strict=True):
+        assert some[0].log_prob == pytest.approx(want.sum(), abs=0.02 * len(want))
+        assert some[0].log_prob != want.sum()

@@ -1,5 +1,6 @@
 """Strings in, strings out: every line answered, in its place, whatever stands beside it."""
 
+import concurrent.futures
 import logging
 
 import jax
@@ -442,3 +443,12 @@ def test_a_long_text_in_parts_loses_nothing(translator, caplog):
     assert begun.startswith("das") and begun.endswith(alone[-1][0].text)
     with pytest.raises(ConfigError, match="attention: got True with split"):
         translator.translate_nbest(texts, attention=True, split=True)
+
+
+def test_threads_share_one_translator(translator):
+    """Bug: two calls at once mix their batches, or one's state is given away by the other."""
+    texts = [SHORT, SHORT[::-1], SHORT[2:5], SHORT * 3]
+    expected = [translator.translate(some) for some in texts]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(translator.translate, texts * 4))
+    assert found == expected * 4
