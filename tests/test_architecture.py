@@ -26,6 +26,7 @@ FLOORS: dict[str, int] = {
     "interop": 5,
     "evaluate": 6,
     "plan": 6,
+    "average": 6,
     "train.report": 7,
     "train.loop": 7,
     "command_line": 7,

@@ -420,4 +420,6 @@ def test_without_metrics_the_best_is_the_latest(tmp_path: Path):
 def test_an_unknown_step_is_refused(tmp_path: Path, which: str):
     """Bug: a misspelt --which gives the latest, or a traceback."""
     save_small(tmp_path, {2: None})
-    assert "allowed: best, latest or one of [2]" in refusal(find_step, tmp_path, which, "loss")
+    assert "allowed: best, latest, average or one of [2]" in refusal(
+        find_step, tmp_path, which, "loss"
+    )

@@ -360,3 +360,26 @@ def test_files_in_bulk_with_draws(workshop: Path, tmp_path: Path):
     assert all(len(json.loads(line)) == 2 for line in one.splitlines())
     alone = start(*common, "--input", workshop / "few.en")
     assert alone.stdout.decode("utf-8") == one
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(workshop: Path, tmp_path: Path):
+    """Bug: F118: the file, its translations or the programs of its shapes pile up."""
+    words = "the cat saw a dog and one bird sang".split()
+    peaks = {}
+    for count in (10_000, 100_000):
+        source, output = tmp_path / "many.en", tmp_path / "many.de"
+        write(source, [" ".join(words[: 1 + i * 7 % 5]) for i in range(count)])
+        names = ["--checkpoint", workshop / "run", "--input", source, "--output", output]
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-m", "transformer_jax", "translate", *map(str, names)],
+            os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)},
+        )
+        _, status, usage = os.wait4(pid, 0)
+        assert status == 0
+        with open(output, "rb") as file:
+            assert sum(1 for _ in file) == count
+        peaks[count] = usage.ru_maxrss / 1024
+    print({count: f"{peak:.0f} MiB" for count, peak in peaks.items()})
+    assert peaks[100_000] < peaks[10_000] + 50

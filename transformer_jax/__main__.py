@@ -118,6 +118,14 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def average(options: argparse.Namespace) -> int:
+    """Write the mean of the last checkpoints' parameters, for --which average."""
+    from transformer_jax.average import average as average_checkpoints
+
+    print(average_checkpoints(options.checkpoint, options.last))
+    return 0
+
+
 def plan(options: argparse.Namespace) -> int:
     """What a config needs, as JSON: parameters by part, size of a checkpoint."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take an accelerator from a run
@@ -143,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     def reads_checkpoint(added: argparse.ArgumentParser, several: bool = False) -> None:
         text = "run directory, or one step of it" + "; several vote" * several
         added.add_argument("--checkpoint", required=True, nargs="+" if several else None, help=text)
-        added.add_argument("--which", help="best (default), latest or a step")
+        added.add_argument("--which", help="best (default), latest, average or a step")
         added.add_argument("--output", default="-", help="file; - (default): standard output")
 
     def runs_model(added: argparse.ArgumentParser) -> None:
@@ -198,6 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--max-tokens", type=_positive, default=64, help="default: 64")
     added.add_argument("--temperature", type=float, default=0.0, help="0 (default): likeliest")
     added.add_argument("--seed", type=int, default=0, help="line i draws with seed + i")
+    added = command(average, "mean of the last checkpoints")
+    added.add_argument("--checkpoint", required=True, help="run directory")
+    added.add_argument("--last", type=_positive, default=5, help="how many; default: 5")
     added = command(plan, "what a config needs, without an accelerator")
     added.add_argument("--config", required=True, help="file; any --section.field VALUE may follow")
     return parser

@@ -15,6 +15,7 @@ from orbax.checkpoint import v1 as ocp
 from transformer_jax.config import ConfigError
 
 FORMAT_VERSION = 1
+AVERAGE = "average"
 logger = logging.getLogger(__name__)
 
 
@@ -103,8 +104,13 @@ def steps_of(run_dir: Path) -> list[int]:
     return sorted(int(path.name) for path in _step_paths(checkpoint_root(run_dir)) if _whole(path))
 
 
-def find_step(run_dir: Path, which: str | int, best_metric: str) -> int:
-    """The step that "best", "latest" or a number names. Without any metric best is latest."""
+def find_step(run_dir: Path, which: str | int, best_metric: str) -> int | str:
+    """The step that "best", "latest" or a number names, or "average". Without any metric best is
+    latest."""
+    if which == AVERAGE:
+        if not _whole(checkpoint_root(run_dir) / AVERAGE):
+            raise ConfigError(f"{run_dir}: got no average, allowed: a run with one; see average")
+        return AVERAGE
     steps = steps_of(run_dir)
     if not steps:
         raise ConfigError(f"{run_dir}: got no checkpoint, allowed: a run that has saved a step")
@@ -120,10 +126,29 @@ def find_step(run_dir: Path, which: str | int, best_metric: str) -> int:
         return max(scored)[1] if scored else steps[-1]
     if str(which).isdecimal() and int(which) in steps:
         return int(which)
-    raise ConfigError(f"{run_dir}: got step {which!r}, allowed: best, latest or one of {steps}")
+    raise ConfigError(
+        f"{run_dir}: got step {which!r}, allowed: best, latest, average or one of {steps}"
+    )
 
 
-def load_params(run_dir: Path, step: int, abstract: Any, fingerprint: str) -> Any:
+def save_average(run_dir: Path, params: Any, steps: list[int], fingerprint: str) -> Path:
+    """Write the mean of the parameters of some steps; it is found as "average".
+
+    Args:
+        run_dir: the run directory.
+        params: the mean.
+        steps: whose, noted in the metadata.
+        fingerprint: hash of the tokenizer.
+    """
+    path = checkpoint_root(run_dir) / AVERAGE
+    metadata = {"format_version": FORMAT_VERSION, "tokenizer": fingerprint, "steps": steps}
+    ocp.save_checkpointables(
+        str(path), {"params": params}, overwrite=True, custom_metadata=cast(Any, metadata)
+    )
+    return path
+
+
+def load_params(run_dir: Path, step: int | str, abstract: Any, fingerprint: str) -> Any:
     """The parameters of one step, onto the devices that `abstract` names, without the optimizer."""
     path = checkpoint_root(run_dir) / str(step)
     return load_items(path, {"params": abstract}, fingerprint)["params"]

@@ -34,7 +34,7 @@ def load_trained(
 
     Args:
         path: the directory.
-        which: "best", "latest" or a step; None: best, else latest.
+        which: "best", "latest", "average" or a step; None: best, else latest.
         mesh: how the model is spread over devices; None: a copy on each of them.
         dtype: of activations; None: that of the run.
 
@@ -42,7 +42,7 @@ def load_trained(
         ConfigError: no such run, or its parts do not belong together.
     """
     run_dir = Path(path).expanduser().absolute()
-    if run_dir.parent.name == "checkpoints" and run_dir.name.isdigit():
+    if run_dir.parent.name == "checkpoints":
         run_dir, which = run_dir.parent.parent, run_dir.name
     keep_compiled_programs()
     config = configs.load(run_dir / "config.json")

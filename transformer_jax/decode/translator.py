@@ -74,7 +74,7 @@ class Translator:
 
         Args:
             path: the directory; several: an ensemble of runs with one tokenizer.
-            which: "best", "latest" or a step; None: best, else latest.
+            which: "best", "latest", "average" or a step; None: best, else latest.
             mesh: how the model is spread over devices; None: rows over all of them.
             dtype: of activations; None: that of the run.
 
