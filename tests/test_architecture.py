@@ -27,6 +27,7 @@ FLOORS: dict[str, int] = {
     "evaluate": 6,
     "plan": 6,
     "average": 6,
+    "scores": 7,
     "train.report": 7,
     "train.loop": 7,
     "command_line": 7,

@@ -86,6 +86,7 @@ def score(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """sacreBLEU with its signature and chrF of free translations, as one JSON object."""
+    from transformer_jax import scores
     from transformer_jax.evaluate import translation_quality
 
     pairs = read_parallel(options.source, options.reference)
@@ -94,7 +95,22 @@ def evaluate(options: argparse.Namespace) -> int:
     language = translator.config.data.target_lang
     quality = translation_quality(translator, pairs, language, **search)
     result = {k: v for k, v in quality._asdict().items() if k != "hypotheses"}
-    with _output(options.output, options.source, options.reference) as out:
+    hypotheses, references = quality.hypotheses, [pair.target for pair in pairs]
+    if options.confidence:
+        result["confidence"] = scores.confidence(hypotheses, references, language)
+    if options.by_length:
+        sources = [pair.source for pair in pairs]
+        result["by_source_words"] = scores.by_length(sources, hypotheses, references, language)
+    if options.compound_split:
+        result["compound_split_bleu"] = scores.compound_split_bleu(hypotheses, references)
+    if options.baseline:
+        baseline = list(read_lines(options.baseline))
+        result["paired"] = scores.paired(hypotheses, baseline, references, language)
+    inputs = (options.source, options.reference, options.baseline or "-")
+    if options.hypotheses:
+        with _output(options.hypotheses, *inputs) as out:
+            out.writelines(text + "\n" for text in hypotheses)
+    with _output(options.output, *inputs) as out:
         out.write(json.dumps(result, ensure_ascii=False) + "\n")
     return 0
 
@@ -200,6 +216,11 @@ def _parser() -> argparse.ArgumentParser:
     searches(added)
     added.add_argument("--source", required=True, help="file")
     added.add_argument("--reference", required=True, help="file")
+    added.add_argument("--hypotheses", help="file that the translations are written to")
+    added.add_argument("--confidence", action="store_true", help="95 %% interval by bootstrap")
+    added.add_argument("--by-length", action="store_true", help="BLEU by words of the source")
+    added.add_argument("--compound-split", action="store_true", help="as the paper's figures")
+    added.add_argument("--baseline", help="file: another system's translations, for a paired test")
     added = command(generate, "continue lines of text (decoder-only models)")
     reads_checkpoint(added)
     added.add_argument("--input", default="-", help="file; - (default): standard input")
