@@ -88,7 +88,8 @@ def paired(
         test_type="bs",
         n_samples=_SAMPLES,
     )
-    first, second = test()[1]["BLEU"]
+    results: Any = test()[1]
+    first, second = results["BLEU"]
     # sacrebleu counts the samples that differ more, and between two equal systems none does.
     p = 1.0 if list(baseline) == list(hypotheses) else second.p_value
     return {"baseline_bleu": first.score, "bleu": second.score, "p": p}
