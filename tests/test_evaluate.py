@@ -139,7 +139,10 @@ def test_inputs_are_not_changed():
 
 
 class Parrot:
-    """A translator with known answers: none for a blank text, unfinished ones for some."""
+    """A translator with known answers: none for a blank text, unfinished ones for some.
+
+    It cannot score given targets: an evaluation that forced the references (F81) would fail.
+    """
 
     def __init__(self) -> None:
         self.options: dict = {}
@@ -171,7 +174,9 @@ def test_blank_sources_count_and_options_reach_the_search():
 
 # ---- Token loss ---------------------------------------------------------------------------------
 
-MODEL = Model(ModelConfig(24, 16, 32, 2, encoder_layers=1, decoder_layers=1))
+MODEL = Model(
+    ModelConfig(vocab_size=24, d_model=16, d_ff=32, num_heads=2, encoder_layers=1, decoder_layers=1)
+)
 
 
 @pytest.fixture(scope="module")

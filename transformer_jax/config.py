@@ -22,7 +22,7 @@ class ConfigError(ValueError):
     """A user's mistake, said in one line: which field, what was got, what is allowed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The Transformer of section 3 of the paper; the defaults are its base model."""
 
