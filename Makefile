@@ -10,7 +10,7 @@ WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
 VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 READY := $(VENV)/ready-$(VERSION)
 
-.PHONY: setup train test test-all test-oracles lint format clean
+.PHONY: setup train test test-all test-oracles plan-tools lint format clean
 
 setup: $(READY)
 
@@ -46,6 +46,12 @@ test-all: lint
 test-oracles: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-oracles.txt
 	$(BIN)/python -m pytest $(TESTS) tests/oracles $(ARGS)
+
+# The TPU compiler, for plan --topology; apart from the packages, or jax would load it in every run.
+plan-tools: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	    --target $(VENV)/plan-tools "$$($(BIN)/python -c "import importlib.metadata as m; \
+	    print(next(r.partition(';')[0] for r in m.requires('jax') if r.startswith('libtpu')))")"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

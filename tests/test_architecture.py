@@ -25,6 +25,7 @@ FLOORS: dict[str, int] = {
     "decode": 4,
     "interop": 5,
     "evaluate": 6,
+    "topology": 4,
     "plan": 6,
     "average": 6,
     "scores": 7,

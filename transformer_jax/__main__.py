@@ -143,13 +143,25 @@ def average(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """What a config needs, as JSON: parameters by part, size of a checkpoint."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take an accelerator from a run
+    """What a config needs, as JSON: parameters, FLOPs, memory, time, batch; for a TPU topology,
+    with libtpu installed, also what its compiler says."""
+    # Before jax is imported: planning must not take an accelerator from a run, nor ask for one.
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    # Where `make plan-tools` puts it: beside the packages, since jax would load it in every run.
+    library = os.path.join(sys.prefix, "plan-tools", "libtpu", "libtpu.so")
+    if os.path.isfile(library):
+        os.environ.setdefault("TPU_LIBRARY_PATH", library)
     from transformer_jax.plan import plan as make_plan
 
     config = command_line.load_config_file(options.config)
     config = command_line.override(config, options.fields, "plan --config FILE", "Plan a run")
-    print(json.dumps(make_plan(config), indent=2))
+    print(json.dumps(make_plan(config, options.topology, options.mfu), indent=2))
     return 0
 
 
@@ -232,6 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--last", type=_positive, default=5, help="how many; default: 5")
     added = command(plan, "what a config needs, without an accelerator")
     added.add_argument("--config", required=True, help="file; any --section.field VALUE may follow")
+    added.add_argument("--topology", default="", help="such as v5e:2x4 or h100:8; default: v5e")
+    added.add_argument("--mfu", type=_share, default=0.4, help="share of the peak; default: 0.4")
     return parser
 
 
@@ -272,6 +286,16 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: a positive number")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: above 0, up to 1")
+    return value
 
 
 def _input(name: str) -> Iterator[str]:

@@ -60,6 +60,10 @@ class ModelConfig:
     """Self-attention sees only positions less than this away (sparse attention); 0: all."""
     attention_implementation: Literal["auto", "plain", "blockwise", "cudnn", "tpu"] = "auto"
     """How softmax attention is computed; the result is the same."""
+    layers: Literal["auto", "unrolled", "scanned"] = "auto"
+    """How a stack is compiled for training; auto: scanned on TPU, unrolled elsewhere."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """Activations computed again in the backward pass: none, all but matmuls, or whole layers."""
     attention_bias: bool = False
     """Biases on the four attention projections."""
     ff_bias: bool = True
@@ -189,6 +193,8 @@ class TrainConfig:
 
     steps: int = 100_000
     """Optimizer updates."""
+    micro_batches: int = 1
+    """Parts into which each batch is cut; one at a time is in memory. The result is the same."""
     label_smoothing: float = 0.1
     """Probability mass moved from the reference token to all others, evenly."""
     eval_every_steps: int = 2500
@@ -260,6 +266,8 @@ RESUMABLE = (
     "train.best_metric",
     "train.log_every_steps",
     "model.attention_implementation",
+    "model.layers",
+    "model.remat",
     "decode",
     "mesh",
 )
@@ -271,7 +279,7 @@ _POSITIVE = {
     "optimizer": "epsilon",
     "tokenizer": "vocab_size sample_lines",
     "data": "max_source_tokens max_target_tokens global_batch_tokens num_buckets",
-    "train": "steps log_every_steps keep_checkpoints",
+    "train": "steps micro_batches log_every_steps keep_checkpoints",
     "decode": "beam_size batch_tokens",
 }
 _NOT_NEGATIVE = {

@@ -3,13 +3,15 @@
 The model names the axes of each parameter; this file alone knows what a name means on a mesh.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.config import ConfigError, MeshConfig
 from transformer_jax.types import Batch
@@ -33,6 +35,24 @@ RULES: dict[str, str | None] = {
 BATCH_AXES = ("data", "fsdp")
 
 
+def mesh_sizes(config: MeshConfig, devices: int) -> list[int]:
+    """Sizes of the mesh axes over so many devices, -1 filled in.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of devices.
+    """
+    sizes = [config.data, config.fsdp, config.model]
+    known = int(np.prod([size for size in sizes if size > 0]))
+    if -1 in sizes and devices % known == 0:
+        sizes[sizes.index(-1)] = devices // known
+    if int(np.prod(sizes)) != devices:
+        raise ConfigError(
+            f"--mesh: got data={config.data} fsdp={config.fsdp} model={config.model}, "
+            f"allowed: sizes whose product is the number of devices, {devices}"
+        )
+    return sizes
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The device mesh of the configured sizes.
 
@@ -40,24 +60,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         ConfigError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [config.data, config.fsdp, config.model]
-    known = int(np.prod([size for size in sizes if size > 0]))
-    if -1 in sizes and len(devices) % known == 0:
-        sizes[sizes.index(-1)] = len(devices) // known
-    if int(np.prod(sizes)) != len(devices):
-        raise ConfigError(
-            f"--mesh: got data={config.data} fsdp={config.fsdp} model={config.model}, "
-            f"allowed: sizes whose product is the number of devices, {len(devices)}"
-        )
-    return Mesh(np.asarray(devices).reshape(sizes), MESH_AXES)
+    sizes = mesh_sizes(config, len(devices))
+    # On a TPU the axes follow the wires between the chips.
+    grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES)
 
 
-def batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Devices that share the rows of a batch."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
@@ -67,7 +81,23 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def param_shardings(mesh: Mesh, logical_axes: Any, shapes: Any) -> Any:
+def spread_rows(x: jax.Array, axis: int = 0) -> jax.Array:
+    """Keep the rows of an activation, along `axis`, spread over data and fsdp, all else whole.
+
+    Where both the rows and a parameter are spread over fsdp, the compiler may otherwise move the
+    activations instead of the parameter. Does nothing outside `on_mesh`.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * axis, BATCH_AXES))
+
+
+def on_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
+    """Inside a compiled function: the mesh that spread_rows goes by."""
+    return cast(Any, jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+
+
+def param_shardings(mesh: Mesh | AbstractMesh, logical_axes: Any, shapes: Any) -> Any:
     """A NamedSharding for each parameter, from the names of its axes.
 
     Args:

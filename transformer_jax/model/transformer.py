@@ -1,5 +1,6 @@
 """The encoder and decoder stacks (section 3.1), embeddings (3.4), pure functions on them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +14,7 @@ from transformer_jax.model.dropout import DropoutKey, dropout
 from transformer_jax.model.layers import DecoderLayer, EncoderLayer, KeysAndValues, Norm, declare
 from transformer_jax.model.masks import Mask
 from transformer_jax.model.positions import RelativeBias, sinusoids_at
+from transformer_jax.sharding import spread_rows
 from transformer_jax.types import Batch
 
 Params = Any  # nested dict of arrays
@@ -141,10 +143,8 @@ class Transformer(nn.Module):
         drop = None if drop is None else drop.fold(DECODER)
         x = self._embed("decoder", tgt_in_ids, tgt_positions, tgt_in_ids.shape[1], drop)
         bias = self._relative_bias("decoder")
-        for i, layer in enumerate(self.decoder):
-            layer_drop = None if drop is None else drop.fold(1 + i)
-            x = layer(x, self_mask, bias, memory, cross_mask, layer_drop)
-        return self._final_norm(x)
+        layer = lambda layer, x, drop: layer(x, self_mask, bias, memory, cross_mask, drop)
+        return self._final_norm(self._stack("decoder", layer, x, drop))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 [..., V]: the embedding table transposed, not scaled."""
@@ -177,8 +177,8 @@ class Transformer(nn.Module):
         drop = None if drop is None else drop.fold(ENCODER)
         x = self._embed("encoder", src_ids, src_positions, src_ids.shape[1], drop)
         bias = self._relative_bias("encoder")
-        for i, layer in enumerate(self.encoder):
-            x = layer(x, mask, bias, None if drop is None else drop.fold(1 + i))
+        layer = lambda layer, x, drop: layer(x, mask, bias, drop)
+        x = self._stack("encoder", layer, x, drop)
         return self.encoder_norm(x) if self.config.norm_position == "pre" else x
 
     def init_cache(
@@ -332,7 +332,47 @@ class Transformer(nn.Module):
             _require_known(c, length)
             x += getattr(self, f"{stack}_positions")[positions]
         x = x.astype(jnp.dtype(c.dtype))
-        return dropout(x, c.embedding_dropout, None if drop is None else drop.fold(0))
+        return spread_rows(dropout(x, c.embedding_dropout, None if drop is None else drop.fold(0)))
+
+    def _stack(
+        self,
+        stack: str,
+        call: Callable[[Any, jax.Array, DropoutKey | None], jax.Array],
+        x: jax.Array,
+        drop: DropoutKey | None,
+    ) -> jax.Array:
+        """x [B, T, D] through all layers of a stack: unrolled, or as a scan over their parameters.
+
+        Parameters are stored layer by layer either way, and stacked only inside the program: a
+        checkpoint does not know how it was trained. Unrolled is faster on a CPU; a TPU program of
+        unrolled layers takes minutes to compile.
+        """
+        c, layers = self.config, getattr(self, stack)
+        site = lambda i: None if drop is None else drop.fold(1 + i)
+        own_call, call = call, lambda *arguments: spread_rows(own_call(*arguments))
+        scanned = c.layers == "scanned" or (c.layers == "auto" and jax.default_backend() == "tpu")
+        watched = self.is_initializing() or self.is_mutable_collection("intermediates")
+        if watched or not layers or (not scanned and c.remat == "none"):
+            for i, layer in enumerate(layers):
+                x = call(layer, x, site(i))
+            return x
+        pure = nn.apply(call, layers[0].clone(parent=None))
+        run = lambda params, x, i: cast(jax.Array, pure({"params": params}, x, site(i)))
+        if c.remat != "none":
+            dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            # Inside a scan nothing can be shared between forward and backward pass anyway.
+            run = jax.checkpoint(
+                run, policy=dots if c.remat == "dots" else None, prevent_cse=not scanned
+            )
+        params = [self.variables["params"][f"{stack}_{i}"] for i in range(len(layers))]
+        if not scanned:
+            for i, own in enumerate(params):
+                x = run(own, x, i)
+            return x
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+        numbers = jnp.arange(len(layers), dtype=jnp.uint32)
+        x, _ = lax.scan(lambda x, layer: (run(layer[0], x, layer[1]), None), x, (stacked, numbers))
+        return x
 
     def _relative_bias(self, stack: str) -> RelativeBias | None:
         c = self.config

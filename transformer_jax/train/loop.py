@@ -73,7 +73,10 @@ class _Run:
         self.optimizer: optax.GradientTransformation = make_optimizer(config)
         self.abstract: TrainState = abstract_state(self.model, self.optimizer, self.mesh)
         self.data: TrainData = train_data(
-            self.splits.train, self.tokenizer, config, batch_shards(self.mesh)
+            self.splits.train,
+            self.tokenizer,
+            config,
+            batch_shards(self.mesh) * config.train.micro_batches,
         )
         logger.info("data: %s", self.data.report)
         sizes = [leaf.size for leaf in jax.tree.leaves(self.abstract.params)]

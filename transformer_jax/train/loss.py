@@ -18,7 +18,7 @@ from jax import lax
 
 from transformer_jax.types import Metrics
 
-_CHUNK_LOGITS = 2**25  # logits held at a time
+CHUNK_LOGITS = 2**25  # logits held at a time, over all devices
 
 
 def smoothed_cross_entropy(
@@ -71,7 +71,7 @@ def _scan(hidden, projection, targets, weights, eps, with_gradient):
     """Run over chunks of target positions; all rows stay together, so a sharded batch does too."""
     B, T, D = hidden.shape
     V = projection[0].shape[0]
-    chunks = min(T, -(-B * T * V // _CHUNK_LOGITS))
+    chunks = min(T, -(-B * T * V // CHUNK_LOGITS))
     width = -(-T // chunks)
     chunks = -(-T // width)
     pad = chunks * width - T

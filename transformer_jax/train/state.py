@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from transformer_jax.model import Model
 from transformer_jax.sharding import param_shardings, replicated
@@ -27,7 +27,9 @@ def new_state(
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
-def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+) -> TrainState:
     """Shapes, types and shardings of the state, without allocating any.
 
     Optimizer statistics are spread like the parameters they belong to; everything else is

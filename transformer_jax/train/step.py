@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import Mesh
 
 from transformer_jax.config import Config
 from transformer_jax.model import Model
 from transformer_jax.model.dropout import DropoutKey, dropout_key
-from transformer_jax.sharding import batch_sharding, replicated
+from transformer_jax.sharding import batch_sharding, on_mesh, replicated, spread_rows
 from transformer_jax.train.loss import smoothed_cross_entropy
 from transformer_jax.train.state import TrainState
 from transformer_jax.types import Batch, Metrics
@@ -28,6 +29,36 @@ def batch_metrics(
     return smoothed_cross_entropy(hidden, table, targets, weights, label_smoothing, bias)
 
 
+def summed_gradients(
+    params: Any, batch: Batch, drop: DropoutKey, *, model: Model, config: Config
+) -> tuple[Any, Metrics]:
+    """Gradient of the summed loss, and the sums, over the micro-batches of a batch.
+
+    Only sums are added up, so the split changes nothing but memory: not the weight of a token, and
+    not its dropout, which goes by the row of the whole batch.
+    """
+
+    def of(micro: Batch, first_row: jax.Array | int) -> tuple[Any, Metrics]:
+        def loss(params: Any) -> tuple[jax.Array, Metrics]:
+            own = drop._replace(first_row=first_row)
+            metrics = batch_metrics(model, params, micro, config.train.label_smoothing, own)
+            return metrics.loss, metrics
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    count = config.train.micro_batches
+    if count == 1:
+        return of(batch, 0)
+    rows = batch.tgt_in_ids.shape[0] // count
+
+    # The rows of each part are spread over all devices.
+    split = lambda x: spread_rows(x.reshape(count, rows, *x.shape[1:]), axis=1)
+    parts = jax.tree.map(split, batch), jnp.arange(count, dtype=jnp.uint32) * rows
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of, batch, 0))
+    add = lambda total, part: (jax.tree.map(jnp.add, total, of(*part)), None)
+    return lax.scan(add, zeros, parts)[0]
+
+
 def train_step(
     state: TrainState,
     batch: Batch,
@@ -38,15 +69,12 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """One update: the gradient of the loss per real target token of the global batch."""
     drop = dropout_key(config.seed, state.step)
-
-    def loss(params: Any) -> tuple[jax.Array, Metrics]:
-        metrics = batch_metrics(model, params, batch, config.train.label_smoothing, drop)
-        return metrics.loss / jnp.maximum(metrics.tokens, 1.0), metrics
-
-    gradients, metrics = jax.grad(loss, has_aux=True)(state.params)
+    gradients, metrics = summed_gradients(state.params, batch, drop, model=model, config=config)
+    scale = 1.0 / jnp.maximum(metrics.tokens, 1.0)
+    gradients = jax.tree.map(lambda g: g * scale, gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = metrics._replace(grad_norm=optax.tree.norm(gradients))
+    metrics = metrics._replace(grad_norm=optax.tree.norm(gradients), updates=jnp.ones(()))
     return TrainState(state.step + 1, params, opt_state), metrics
 
 
@@ -61,7 +89,8 @@ def compile_train_step(
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return train_step(state, batch, model=model, optimizer=optimizer, config=config)
+        with on_mesh(mesh):
+            return train_step(state, batch, model=model, optimizer=optimizer, config=config)
 
     return jax.jit(
         step,
@@ -75,6 +104,7 @@ def compile_eval_step(model: Model, mesh: Mesh) -> Callable[[Any, Batch], Metric
     """Plain cross-entropy sums of one batch, without dropout and without smoothing."""
 
     def step(params: Any, batch: Batch) -> Metrics:
-        return batch_metrics(model, params, batch, 0.0, None)
+        with on_mesh(mesh):
+            return batch_metrics(model, params, batch, 0.0, None)
 
     return jax.jit(step, out_shardings=replicated(mesh))
