@@ -133,6 +133,94 @@ def test_any_number_of_devices_makes_the_same_update(one: Trainer, params: dict,
     assert int(state.step) == 3
 
 
+MESHES = {
+    "replicated": (8, 1, 1),
+    "fully sharded": (1, 8, 1),
+    "mixed": (2, 2, 2),
+    "tensor parallel": (4, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_any_mesh_makes_the_same_update(one: Trainer, params: dict, name: str):
+    """Bug: a gradient is summed over an axis twice or not at all, heads of one share see another's
+    dropout, a parameter's parts are put together in the wrong order."""
+    batch = make_batch(seed=5)
+    expected_state, (expected,) = one.run(one.state(params), [batch])
+    data, fsdp, model = MESHES[name]
+    many = Trainer(CONFIG, devices(8, data=data, fsdp=fsdp, model=model))
+    state, (found,) = many.run(many.state(params), [batch])
+    close(found, expected)
+    # After one update from zero, Adam's first moment is (1 - b1) times the gradient.
+    moments = zip(
+        *(jax.tree.leaves(x.opt_state[0].mu) for x in (state, expected_state)), strict=True
+    )
+    for got, want in jax.device_get(list(moments)):
+        assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+    close(state.params, expected_state.params)
+
+
+def test_fully_sharded_state_takes_an_eighth_of_the_memory(params: dict):
+    """Bug: a copy of the state stays whole on a device, and a model that should fit does not."""
+
+    def held(**axes: int) -> int:
+        """Bytes on the first device, of a state that the step has put there."""
+        trainer = Trainer(wide, devices(8, **axes))
+        state = trainer.state(start)
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+
+    wide = replace(CONFIG, model=replace(CONFIG.model, d_model=64, d_ff=128, vocab_size=64))
+    start = jax.jit(Model(wide.model).init)(jax.random.key(0))
+    assert held(fsdp=8) <= 1.1 / 8 * held(data=8)
+
+
+# ---- Micro-batches, layers, rematerialisation ---------------------------------------------------
+
+
+def changed(**train: int) -> Config:
+    return replace(CONFIG, train=replace(CONFIG.train, **train))
+
+
+@pytest.mark.parametrize("count, mesh", [(2, (1, 1, 1)), (16, (1, 1, 1)), (4, (2, 2, 1))])
+def test_any_split_into_micro_batches_makes_the_same_update(
+    one: Trainer, params: dict, count: int, mesh: tuple[int, int, int]
+):
+    """Bug: F47: a mean of the parts' means; F50: each part drops the elements of the first; a part
+    without a token makes NaN (the last of 16 rows are filler)."""
+    batch = make_batch(seed=6)
+    expected_state, (expected,) = one.run(one.state(params), [batch])
+    data, fsdp, model = mesh
+    cut = Trainer(
+        changed(micro_batches=count), devices(data * fsdp, data=data, fsdp=fsdp, model=model)
+    )
+    state, (found,) = cut.run(cut.state(params), [batch])
+    close(found, expected)
+    close(state.params, expected_state.params, 1e-6)
+
+
+@pytest.fixture(scope="module")
+def deep() -> tuple[Config, dict, TrainState, Metrics]:
+    """A model of two layers on each side, and an update of it as the others make it."""
+    config = replace(CONFIG, model=replace(CONFIG.model, encoder_layers=2, decoder_layers=2))
+    start = jax.jit(Model(config.model).init)(jax.random.key(1))
+    plain = Trainer(config, devices(1))
+    state, (metrics,) = plain.run(plain.state(start), [make_batch(seed=7)])
+    return config, start, state, metrics
+
+
+@pytest.mark.parametrize("layers, remat", [("scanned", "full"), ("unrolled", "dots")])
+def test_scanned_and_recomputed_layers_make_the_same_update(deep, layers: str, remat: str):
+    """Bug: a scan gives all layers the dropout or the parameters of one; what is computed again in
+    the backward pass is not what was computed; the tree of parameters is another."""
+    config, start, expected_state, expected = deep
+    config = replace(config, model=replace(config.model, layers=layers, remat=remat))
+    other = Trainer(config, devices(2, model=2, data=1))
+    state, (found,) = other.run(other.state(start), [make_batch(seed=7)])
+    close(found, expected)
+    assert jax.tree.structure(state) == jax.tree.structure(expected_state)
+    close(state.params, expected_state.params)
+
+
 def test_rows_are_really_spread():
     """Bug: every device computes the whole batch, and nothing becomes faster."""
     mesh = devices(8)
