@@ -225,6 +225,8 @@ class DecodeConfig:
     """alpha in ((5 + length) / 6) ** alpha."""
     length_penalty_form: Literal["paper", "power"] = "paper"
     """paper: the above; power: length ** alpha, as in transformers and CTranslate2."""
+    rule: Literal["exact", "authors", "ctranslate2", "transformers"] = "exact"
+    """Which continuations count and when a search ends: decode/search.py defines them."""
     max_extra_tokens: int = 50
     """A translation may be this much longer than its source, in tokens."""
     batch_tokens: int = 4096

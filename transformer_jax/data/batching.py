@@ -22,6 +22,7 @@ class Encoded(NamedTuple):
     src_ends: np.ndarray  # int64 [pairs + 1], first 0
     tgt_ids: np.ndarray  # int32 [sum of target lengths]
     tgt_ends: np.ndarray  # int64 [pairs + 1]
+    start: int = START  # what the decoder's input begins with
 
     @property
     def lengths(self) -> np.ndarray:
@@ -148,7 +149,7 @@ def collate(encoded: Encoded, bucket: Bucket, pairs: np.ndarray) -> Batch:
     """
     src_ids, src_segments = _rows(encoded.src_ids, encoded.src_ends, pairs, bucket.src_length)
     out_ids, tgt_segments = _rows(encoded.tgt_ids, encoded.tgt_ends, pairs, bucket.tgt_length)
-    start = np.full((len(pairs), 1), START, np.int32)
+    start = np.full((len(pairs), 1), encoded.start, np.int32)
     in_ids = np.concatenate([start, out_ids[:, :-1]], 1) * tgt_segments
     fill = ((0, bucket.rows - len(pairs)), (0, 0))
     arrays = (src_ids, src_segments, in_ids, out_ids, tgt_segments)

@@ -1,7 +1,8 @@
-"""One SentencePiece model: the text of one side and its pieces, numbered."""
+"""One SentencePiece model: the text of one side and its pieces, numbered; ids that are no text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import sentencepiece
 
@@ -13,6 +14,22 @@ _INVISIBLE = str.maketrans({"\ufeff": None, "\x00": None})
 _LINE_BREAKS = re.compile("[\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029]+")
 
 
+class SpecialIds(NamedTuple):
+    """Ids that stand for no text: the defaults in runs of this project, their own in imported ones."""
+
+    pad: int = PAD
+    eos: int = EOS
+    unk: int = UNK
+    start: int = START
+    forbidden: tuple[int, ...] = (PAD, UNK, START)  # never chosen in decoding
+    others: tuple[int, ...] = ()  # <s>, <mask>, rows without a piece
+
+    @property
+    def all(self) -> frozenset[int]:
+        """All of them."""
+        return frozenset((*self[:4], *self.forbidden, *self.others))
+
+
 class Pieces:
     """A SentencePiece model and the numbers of its pieces.
 
@@ -20,12 +37,22 @@ class Pieces:
         model: the serialised model.
         numbering: the piece of each id; None: the model's own ids. Models that come from elsewhere
             number the pieces of both sides by one list.
+        unk: id of pieces that the numbering lacks.
+        never: ids that no text has, whatever it says.
     """
 
-    def __init__(self, model: bytes, numbering: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: bytes,
+        numbering: Sequence[str] | None = None,
+        unk: int = UNK,
+        never: Collection[int] = (),
+    ) -> None:
         self.model, self.numbering = model, None if numbering is None else list(numbering)
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self._ids = None if numbering is None else {p: i for i, p in enumerate(numbering)}
+        self._unk, self._ids = unk, None
+        if numbering is not None:
+            self._ids = {piece: i for i, piece in enumerate(numbering) if i not in never}
         self._keeps_spaces = bool(self._processor.encode(" "))  # normalization "identity" does
 
     @property
@@ -40,7 +67,7 @@ class Pieces:
             return self._processor.encode(texts)
         numbers = self._ids
         return [
-            [numbers.get(piece, UNK) for piece in pieces]
+            [numbers.get(piece, self._unk) for piece in pieces]
             for pieces in self._processor.encode(texts, out_type=str)
         ]
 

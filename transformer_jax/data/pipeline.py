@@ -23,23 +23,33 @@ class TrainData(NamedTuple):
     report: str
 
 
-def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, with_source: bool = True) -> Encoded:
-    """Ids of all pairs, EOS last; without sources, as decoder-only models want it, of targets."""
-    encode_source = tokenizer.encode_source if with_source else lambda texts: [[] for _ in texts]
+def encode_pairs(
+    pairs: Sequence[Pair],
+    tokenizer: Tokenizer,
+    with_source: bool = True,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
+) -> Encoded:
+    """Ids of all pairs, EOS last; without sources, as decoder-only models want it, of targets.
+
+    The languages are those of the tags, where the tokenizer has any.
+    """
     sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     lengths: tuple[list[int], list[int]] = ([], [])
     for start in range(0, len(pairs), _CHUNK):
         chunk = pairs[start : start + _CHUNK]
         encoded = (
-            encode_source([pair.source for pair in chunk]),
-            tokenizer.encode_target([pair.target for pair in chunk]),
+            tokenizer.encode_source([pair.source for pair in chunk], source_lang, target_lang)
+            if with_source
+            else [[]] * len(chunk),
+            tokenizer.encode_target([pair.target for pair in chunk], target_lang),
         )
         for side, counts, sentences in zip(sides, lengths, encoded, strict=True):
             side.append(np.concatenate([np.asarray(ids, np.int32) for ids in sentences]))
             counts += map(len, sentences)
     flat = [np.concatenate(side) if side else np.zeros(0, np.int32) for side in sides]
     ends = [np.concatenate([[0], np.cumsum(counts)]).astype(np.int64) for counts in lengths]
-    return Encoded(flat[0], ends[0], flat[1], ends[1])
+    return Encoded(flat[0], ends[0], flat[1], ends[1], tokenizer.start_id)
 
 
 def train_data(
@@ -57,7 +67,8 @@ def train_data(
         ConfigError: nothing is left to train on.
     """
     data = config.data
-    encoded = encode_pairs(pairs, tokenizer, with_source=config.model.encoder_layers > 0)
+    with_source = config.model.encoder_layers > 0
+    encoded = encode_pairs(pairs, tokenizer, with_source, data.source_lang, data.target_lang)
     kept, dropped = keep(encoded.lengths, data.max_source_tokens, data.max_target_tokens)
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
     report = f"kept {kept.sum()} of {len(pairs)} training pairs ({reasons})"
@@ -104,7 +115,7 @@ def _select(encoded: Encoded, kept: np.ndarray) -> Encoded:
     for flat, ends in ((encoded.src_ids, encoded.src_ends), (encoded.tgt_ids, encoded.tgt_ends)):
         lengths = np.diff(ends)
         result += [flat[np.repeat(kept, lengths)], np.concatenate([[0], np.cumsum(lengths[kept])])]
-    return Encoded(*result)
+    return Encoded(*result, encoded.start)
 
 
 def _fill(lengths: np.ndarray, plan: Plan) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import sentencepiece
 
 from transformer_jax.config import ConfigError, TokenizerConfig
-from transformer_jax.data.pieces import EOS, PAD, START, UNK, Pieces, clean
+from transformer_jax.data.pieces import EOS, PAD, START, UNK, Pieces, SpecialIds, clean
 
 FORMAT_VERSION = 1
 _DESCRIPTION = "tokenizer.json"
@@ -20,19 +20,20 @@ _DESCRIPTION = "tokenizer.json"
 class Tokenizer:
     """The pieces of both sides, and language tags.
 
-    Ids: 0 pad, 1 EOS, 2 unknown, 3 the start of a target. These are control symbols: a literal
-    "</s>" in a text is text. Language tags are ids too, put in front of the pieces, never text.
+    Ids: 0 pad, 1 EOS, 2 unknown, 3 the start of a target, or those of an imported model. These are
+    control symbols: a literal "</s>" in a text is text. Language tags are ids too, put in front of
+    the pieces.
 
     Args:
         source: pieces of the source side.
         target: pieces of the target side; the same object where both share one model.
         tags: the id of each language's tag.
         tag_place: where tags stand. "source": the source begins with the tag of the target
-            language, and the model translates into it. "both": the source begins with the tag of
-            its own language, and the target with that of the target language.
+            language, and the model translates into it; a source text that begins with one of the
+            tags, written >>deu<<, chooses its own. "both": the source begins with the tag of its
+            own language, and the target with that of the target language.
+        special: ids that are no text.
     """
-
-    pad_id, eos_id, unk_id, start_id = PAD, EOS, UNK, START
 
     def __init__(
         self,
@@ -40,10 +41,12 @@ class Tokenizer:
         target: Pieces | None = None,
         tags: Mapping[str, int] | None = None,
         tag_place: Literal["source", "both"] = "source",
+        special: SpecialIds = SpecialIds(),
     ) -> None:
         self.source, self.target = source, target or source
-        self.tags, self.tag_place = dict(tags or {}), tag_place
-        self._special = {PAD, EOS, UNK, START, *self.tags.values()}
+        self.tags, self.tag_place, self.special = dict(tags or {}), tag_place, special
+        self.pad_id, self.eos_id, self.unk_id, self.start_id = special[:4]
+        self._no_text = special.all | set(self.tags.values())
 
     @classmethod
     def train(cls, pairs: Sequence[Sequence[str]], config: TokenizerConfig) -> "Tokenizer":
@@ -96,13 +99,24 @@ class Tokenizer:
                     f"{directory / _DESCRIPTION}: format_version: got {version!r}, "
                     f"allowed: up to {FORMAT_VERSION}"
                 )
-            numbering = description["numbering"]
-            if numbering is not None:
-                numbering = json.loads(files[numbering])
-            source, target = description["source"], description["target"]
-            pieces = {name: Pieces(files[name], numbering) for name in {source, target}}
-            tags, place = description["tags"], description["tag_place"]
-            return cls(pieces[source], pieces[target], tags, place)
+            ids = dict(description.get("special", {}))
+            for several in {"forbidden", "others"} & ids.keys():
+                ids[several] = tuple(ids[several])
+            special, tags = SpecialIds(**ids), description["tags"]
+            never = special.all | set(tags.values())
+
+            def side(name: str, numbering: str | None) -> Pieces:
+                numbers = None if numbering is None else json.loads(files[numbering])
+                return Pieces(files[name], numbers, special.unk, never)
+
+            source, numbering = description["source"], description["numbering"]
+            target, of_target = description["target"], description.get("target_numbering")
+            pieces = side(source, numbering)
+            if target != source or of_target:
+                other = side(target, of_target or numbering)
+            else:
+                other = pieces
+            return cls(pieces, other, tags, description["tag_place"], special)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -130,6 +144,12 @@ class Tokenizer:
         if self.source.numbering is not None:
             description["numbering"] = "pieces.json"
             files["pieces.json"] = json.dumps(self.source.numbering, ensure_ascii=False).encode()
+        if self.target.numbering != self.source.numbering:
+            description["target_numbering"] = "target_pieces.json"
+            numbering = json.dumps(self.target.numbering, ensure_ascii=False)
+            files["target_pieces.json"] = numbering.encode()
+        if self.special != SpecialIds():
+            description["special"] = self.special._asdict()
         return files | {_DESCRIPTION: json.dumps(description, indent=2).encode()}
 
     @property
@@ -163,16 +183,22 @@ class Tokenizer:
         Raises:
             ConfigError: a language without a tag.
         """
-        lang = target_lang if self.tag_place == "source" else source_lang
-        tag = self._tag(lang, "target_lang" if self.tag_place == "source" else "source_lang")
-        return [[*tag, *ids, EOS] for ids in self.source.encode(texts)]
+        if self.tag_place == "both":
+            tag = self._tag(source_lang, "source_lang")
+            return [[*tag, *ids, self.eos_id] for ids in self.source.encode(texts)]
+        cut = [self._own_tag(text) for text in texts]
+        encoded = self.source.encode([text for _, text in cut])
+        return [
+            [*self._tag(own or target_lang, "target_lang"), *ids, self.eos_id]
+            for (own, _), ids in zip(cut, encoded, strict=True)
+        ]
 
     def encode_target(
         self, texts: Sequence[str], target_lang: str | None = None
     ) -> list[list[int]]:
         """Ids of each text as the decoder is to write it, EOS last."""
         prefix = self.target_prefix(target_lang)
-        return [[*prefix, *ids, EOS] for ids in self.target.encode(texts)]
+        return [[*prefix, *ids, self.eos_id] for ids in self.target.encode(texts)]
 
     def target_prefix(self, target_lang: str | None = None) -> list[int]:
         """Ids that every target begins with, forced in decoding."""
@@ -186,6 +212,14 @@ class Tokenizer:
         """The pieces of target ids, as strings."""
         return [self.target.piece(i) for i in self._real(ids)]
 
+    def _own_tag(self, text: str) -> tuple[str | None, str]:
+        """The language that a text asks for itself, and the rest of it."""
+        if self.tags and text.startswith(">>"):
+            lang, found, rest = text[2:].partition("<<")
+            if found and lang in self.tags:
+                return lang, rest
+        return None, text
+
     def _tag(self, lang: str | None, name: str) -> list[int]:
         if not self.tags:
             return []
@@ -196,7 +230,7 @@ class Tokenizer:
 
     def _real(self, ids: Any) -> list[int]:
         values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        return [int(i) for i in values if i not in self._special and 0 <= i < self.vocab_size]
+        return [int(i) for i in values if i not in self._no_text and 0 <= i < self.vocab_size]
 
 
 def _read(directory: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from transformer_jax.config import ConfigError
-from transformer_jax.data.tokenizer import EOS, PAD, START, UNK
+from transformer_jax.data.tokenizer import SpecialIds
 from transformer_jax.decode.sampling import Sampling
 from transformer_jax.decode.search import DEAD, BeamSearch, BeamState, SearchResult, StepFunction
 from transformer_jax.model import Model
@@ -71,13 +71,21 @@ class Engine:
             their probabilities counts.
         vocab_size: ids that may be chosen; rows of the table beyond the tokenizer never are.
         mesh: devices that share the rows of a batch; None: wherever the parameters are.
+        special: the tokenizer's ids that are no text; with byte fallback nothing is unknown.
+        forced: how many tokens every target begins with that are no choice of the model, such as
+            a language tag: their log-probability counts as 0.
 
     Raises:
         ConfigError: a table has fewer rows than the tokenizer has pieces.
     """
 
     def __init__(
-        self, models: Sequence[tuple[Model, Any]], vocab_size: int, mesh: Mesh | None = None
+        self,
+        models: Sequence[tuple[Model, Any]],
+        vocab_size: int,
+        mesh: Mesh | None = None,
+        special: SpecialIds = SpecialIds(),
+        forced: int = 0,
     ) -> None:
         self._models = tuple(model for model, _ in models)
         self._params = tuple(params for _, params in models)
@@ -88,9 +96,9 @@ class Engine:
                 f"--model.vocab-size: got {', '.join(map(str, sorted(widths)))}, "
                 f"allowed: at least {vocab_size}, the pieces of the tokenizer, and alike"
             )
-        # Special ids are no text, and with byte fallback nothing is unknown.
+        self.special, self.forced = special, forced
         self._allowed = np.arange(min(widths)) < vocab_size
-        self._allowed[[PAD, UNK, START]] = False
+        self._allowed[list(special.forbidden)] = False
         learned = [m.config for m in self._models if m.config.positions == "learned"]
         self._longest = min((c.max_positions - c.position_offset for c in learned), default=None)
 
@@ -141,10 +149,11 @@ class Engine:
             group = [i for i in order[:most] if widths[i] <= width]
             order = order[len(group) :]
             rows = self.rows(len(group))
-            src_ids = padded([given[i] for i in group], rows, width)
-            tgt_ids = padded([targets[i] for i in group], rows, width)
+            src_ids = padded([given[i] for i in group], rows, width, self.special.pad)
+            tgt_ids = padded([targets[i] for i in group], rows, width, self.special.pad)
             arrays = self.put((None if sources is None else src_ids, tgt_ids))
-            found = np.asarray(_score(self._params, *arrays, models=self._models))
+            static = {"models": self._models, "special": self.special, "forced": self.forced}
+            found = np.asarray(_score(self._params, *arrays, **static))
             for row, i in enumerate(group):
                 results[i] = found[row, : len(targets[i])]
                 _require_finite(results[i])
@@ -154,7 +163,8 @@ class Engine:
         """A search at its beginning, with places in the cache for so many tokens."""
         prompt = arrays[1].shape[1]
         places = self.within(places + prompt) - prompt
-        return _start(self._params, *arrays, models=self._models, search=search, places=places)
+        static = {"models": self._models, "special": self.special, "forced": self.forced}
+        return _start(self._params, *arrays, **static, search=search, places=places)
 
     def advance(self, search: Searching, state: BeamState, until: int) -> BeamState:
         """Some steps further; `state` is used up."""
@@ -214,19 +224,20 @@ class _Batch:
         """Source ids, prompt, its length, limit and seed of each row."""
         requests, rows = self._requests, len(self._owner)
         sources = [r.source for r in requests]
-        prompts = [[START, *r.prefix] for r in requests]
+        pad, start = self._engine.special.pad, self._engine.special.start
+        prompts = [[start, *r.prefix] for r in requests]
         longest = max(map(len, sources))
         src_ids = None
         if longest:
-            src_ids = padded(sources, rows, self._engine.within(rung(longest, LENGTHS)))
+            src_ids = padded(sources, rows, self._engine.within(rung(longest, LENGTHS)), pad)
         width = max(map(len, prompts))
         if width > 1:
             width = self._engine.within(rung(width, LENGTHS))
         fill = lambda values, filler: np.pad(
             np.asarray(values, np.int32), (0, rows - len(requests)), constant_values=filler
         )
-        prompt = padded(prompts, rows, width)
-        prompt[len(requests) :, 0] = START
+        prompt = padded(prompts, rows, width, pad)
+        prompt[len(requests) :, 0] = start
         return self._engine.put(
             (
                 src_ids,
@@ -250,14 +261,19 @@ class _Batch:
     def _collect(self, state: BeamState, wanted: np.ndarray) -> None:
         """Note the hypotheses of some rows."""
         found = jax.device_get(_finish(state, search=self._search))
+        reached = np.asarray(state.length - state.offset)
         for row in np.flatnonzero(wanted & (self._owner >= 0)):
             request = int(self._owner[row])
-            self._results[request] = _hypotheses(found, int(row), self._requests[request].prefix)
+            prefix, eos = self._requests[request].prefix, self._engine.special.eos
+            hypotheses = _hypotheses(found, int(row), int(reached[row]), prefix, eos)
+            self._results[request] = hypotheses
 
 
-def padded(sequences: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:
-    """Ids as int32 [rows, width], PAD elsewhere."""
-    array = np.full((rows, width), PAD, np.int32)
+def padded(
+    sequences: Sequence[Sequence[int]], rows: int, width: int, pad: int = 0
+) -> np.ndarray:
+    """Ids as int32 [rows, width], `pad` elsewhere."""
+    array = np.full((rows, width), pad, np.int32)
     for row, ids in zip(array, sequences, strict=False):
         row[: len(ids)] = ids
     return array
@@ -282,7 +298,7 @@ def _step_of(models: tuple[Model, ...], params: tuple[Any, ...]) -> StepFunction
     return step
 
 
-@functools.partial(jax.jit, static_argnames=("models", "search", "places"))
+@functools.partial(jax.jit, static_argnames=("models", "special", "forced", "search", "places"))
 def _start(
     params: tuple[Any, ...],
     src_ids: jax.Array | None,
@@ -292,6 +308,8 @@ def _start(
     seed: jax.Array,
     *,
     models: tuple[Model, ...],
+    special: SpecialIds,
+    forced: int,
     search: Searching,
     places: int,
 ) -> BeamState:
@@ -303,7 +321,7 @@ def _start(
     for model, p in zip(models, params, strict=True):
         memory = src_mask = None
         if src_ids is not None:
-            src_mask = src_ids != PAD
+            src_mask = src_ids != special.pad
             memory = model.encode(p, src_ids, src_mask)
         room = places if P == 1 else P + places
         cache = model.init_cache(p, memory, src_mask, room, W, batch_size=B)
@@ -316,7 +334,9 @@ def _start(
     if P > 1:
         log_probs = jax.nn.log_softmax(_mean(prefix_logits)[:, :-1])
         chosen = jnp.take_along_axis(log_probs, prompt[:, 1:, None], 2)[:, :, 0]
-        log_prob = jnp.where(jnp.arange(1, P) < prompt_length[:, None], chosen, 0.0).sum(1)
+        places_of = jnp.arange(1, P)
+        counts = (places_of > forced) & (places_of < prompt_length[:, None])
+        log_prob = jnp.where(counts, chosen, 0.0).sum(1)
     offset = prompt_length - 1
     given = {"offset": offset, "log_prob": log_prob, "seed": seed}
     return search.start(tuple(caches), last, limit, places, **given)
@@ -358,36 +378,41 @@ def _take_rows(state: BeamState, rows: jax.Array) -> BeamState:
     return jax.tree.map(lambda x: x[rows] if x.ndim else x, state)
 
 
-@functools.partial(jax.jit, static_argnames="models")
+@functools.partial(jax.jit, static_argnames=("models", "special", "forced"))
 def _score(
     params: tuple[Any, ...],
     src_ids: jax.Array | None,
     tgt_ids: jax.Array,
     *,
     models: tuple[Model, ...],
+    special: SpecialIds,
+    forced: int,
 ) -> jax.Array:
-    """Log-probability of every target id [B, T], 0 at padding."""
-    start = jnp.full_like(tgt_ids[:, :1], START)
+    """Log-probability of every target id [B, T], 0 at padding and where it is forced."""
+    start = jnp.full_like(tgt_ids[:, :1], special.start)
     tgt_in_ids = jnp.concatenate([start, tgt_ids[:, :-1]], 1)
-    real = tgt_ids != PAD
-    src_segments = None if src_ids is None else (src_ids != PAD).astype(jnp.int32)
+    real = tgt_ids != special.pad
+    src_segments = None if src_ids is None else (src_ids != special.pad).astype(jnp.int32)
     segments = (src_segments, real.astype(jnp.int32))
     logits = [
         model.apply(p, src_ids, tgt_in_ids, *segments)
         for model, p in zip(models, params, strict=True)
     ]
     log_probs = jax.nn.log_softmax(_mean(logits))
-    return jnp.take_along_axis(log_probs, tgt_ids[:, :, None], 2)[:, :, 0] * real
+    counts = real & (jnp.arange(tgt_ids.shape[1]) >= forced)
+    return jnp.take_along_axis(log_probs, tgt_ids[:, :, None], 2)[:, :, 0] * counts
 
 
-def _hypotheses(found: SearchResult, row: int, prefix: Sequence[int]) -> list[Hypothesis]:
+def _hypotheses(
+    found: SearchResult, row: int, reached: int, prefix: Sequence[int], eos: int
+) -> list[Hypothesis]:
+    """Those of one row; `reached`: tokens of the unfinished ones."""
     result = []
     for ids, log_prob, score, finished in zip(*(x[row] for x in found), strict=True):
         _require_finite(log_prob)
         if score < DEAD / 10:  # fewer hypotheses exist than were asked for
             continue
-        ends = np.flatnonzero(ids == EOS) if finished else np.flatnonzero(ids != PAD)
-        length = int(ends[0 if finished else -1]) + 1 if len(ends) else 0
+        length = int(np.flatnonzero(ids == eos)[0]) + 1 if finished else reached
         kept = [*prefix, *(int(i) for i in ids[:length])]
         result.append(Hypothesis(kept, float(log_prob), float(score), bool(finished)))
     return result

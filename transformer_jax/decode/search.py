@@ -11,6 +11,9 @@ authors       tensor2tensor: of the 2W best all that end in EOS are finished, th
               on; the sentence ends as above
 ctranslate2   only those among the W best are finished when they end in EOS; the sentence ends when
               W are finished, or with alpha 0 when the best continuation of a step ends in EOS
+transformers  candidates as ctranslate2; the sentence ends when W are finished and the best live
+              hypothesis, were it to end now, would not beat the worst of them (early_stopping
+              False; for True its rule is that of ctranslate2 with another alpha than 0)
 """
 
 import dataclasses
@@ -112,6 +115,8 @@ class BeamSearch:
             seed: int32 [B], for sampling.
         """
         B, W, n = first_token.shape[0], self.beam_size, self.num_hypotheses or self.beam_size
+        if self.rule == "transformers":
+            n = W  # the worst of W finished ones decides
         empty = SearchResult(
             ids=jnp.zeros((B, n, max_len), jnp.int32),
             log_prob=jnp.full((B, n), DEAD),
@@ -170,7 +175,7 @@ class BeamSearch:
 
     def finish(self, state: BeamState) -> SearchResult:
         """Finished hypotheses, then the live ones: unfinished, and so marked."""
-        n = state.done.score.shape[1]
+        n = self.num_hypotheses or state.done.score.shape[1]
         score = state.log_prob / self._penalty(state.length)[:, None]
         broken = jnp.isnan(state.log_prob)
         live = broken | (state.log_prob > DEAD / 2)
@@ -238,7 +243,7 @@ class BeamSearch:
         real = (log_prob > DEAD / 2) & state.active[:, None]
         is_end = real & (token == self.eos_id)
         ended = is_end
-        if self.rule == "ctranslate2":
+        if self.rule in ("ctranslate2", "transformers"):
             ended &= jnp.arange(token.shape[1]) < W
         done = merge(state.done, ids, log_prob, log_prob / self._penalty(length)[:, None], ended)
         count = state.ended + ended.sum(1, dtype=jnp.int32)
@@ -278,6 +283,9 @@ class BeamSearch:
             if self.length_penalty == 0:
                 enough |= best_ended & (count >= done.score.shape[1])
             return possible & ~enough
+        if self.rule == "transformers":
+            now = live.max(-1) / self._penalty(length)
+            return possible & (now > done.score[:, -1])
         # The best that a live hypothesis can still reach: penalties grow with alpha >= 0, so at
         # the sentence's own limit; they shrink with alpha < 0, so at the next length.
         grows = self.length_penalty >= 0

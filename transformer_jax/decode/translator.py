@@ -59,7 +59,8 @@ class Translator:
         self.params, self.config, self.tokenizer = params, config, tokenizer
         self.model = Model(config.model)
         models = [(self.model, params), *((Model(o.config.model), o.params) for o in others)]
-        self._engine = Engine(models, tokenizer.vocab_size, mesh)
+        forced = 1 if tokenizer.tags and tokenizer.tag_place == "both" else 0
+        self._engine = Engine(models, tokenizer.vocab_size, mesh, tokenizer.special, forced)
 
     @classmethod
     def from_checkpoint(
@@ -103,13 +104,15 @@ class Translator:
         beam_size: int | None = None,
         length_penalty: float | None = None,
         length_penalty_form: str | None = None,
-        rule: str = "exact",
+        rule: str | None = None,
         min_length: int = 0,
         no_repeat_ngram: int = 0,
         max_extra_tokens: int | None = None,
         max_source_tokens: int | None = None,
         split: bool = False,
         prefix: Sequence[str] | None = None,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
         sampling: SamplingOptions | Mapping[str, Any] | None = None,
         choose: Literal["score", "mbr"] = "score",
         attention: bool = False,
@@ -132,6 +135,8 @@ class Translator:
                 the model was trained on.
             split: translate longer sources in parts, cut at the ends of sentences, instead.
             prefix: what each translation begins with, one for each text.
+            source_lang: of the texts, where the tokenizer has language tags for it.
+            target_lang: of the translations, where the tokenizer has language tags.
             sampling: draw instead of searching.
             choose: "mbr": of all hypotheses the one most like the others, by chrF, comes first.
             attention: add the cross-attention of the last layer, averaged over heads.
@@ -171,24 +176,27 @@ class Translator:
                 num_hypotheses=num_hypotheses,
                 min_length=min_length,
                 no_repeat_ngram=no_repeat_ngram,
-                rule=rule,
+                rule=rule or c.rule,
             )
+        langs = self._languages(source_lang, target_lang)
         if split and attention:
             raise ConfigError("attention: got True with split, allowed: one of them")
         fits = lambda part: (
-            len(part.encode()) < longest or len(self.tokenizer.encode_source([part])[0]) <= longest
+            len(part.encode()) < longest or len(self.tokenizer.encode_source([part], *langs)[0]) <= longest
         )
         parts = [split_text(text, fits) if split else [text] for text in texts]
         owner = [i for i, some in enumerate(parts) for _ in some]
         parts = [part for some in parts for part in some]
-        sources, cut = self._encode_sources(parts, longest, [first_line + i for i in owner])
-        prefixes = self._encode_prefixes(texts, prefix)
+        lines = [first_line + i for i in owner]
+        sources, cut = self._encode_sources(parts, longest, langs, lines)
+        prefixes = self._encode_prefixes(texts, prefix, langs[1])
+        tag = self.tokenizer.target_prefix(langs[1])
         # Some normalizations make pieces of white space.
         full = [k for k, ids in enumerate(sources) if len(ids) > 1 and parts[k].strip()]
         requests = []
         for k in full:
             i = owner[k]
-            begin, prefixes[i] = prefixes[i], []  # of a text in parts the first has the prefix
+            begin, prefixes[i] = prefixes[i], tag  # of a text in parts the first has the prefix
             limit = max(len(sources[k]) + extra, len(begin) + 1)
             requests.append(Request(sources[k], limit, begin, seed + first_line - 1 + i))
         batch_tokens = c.batch_tokens if batch_tokens is None else batch_tokens
@@ -207,23 +215,49 @@ class Translator:
         space = "" if self.config.data.target_lang in _WITHOUT_SPACES else " "
         return [_joined(some, space) for some in of_text]
 
-    def score(self, sources: Sequence[str], targets: Sequence[str]) -> list[Score]:
+    def score(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str],
+        *,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
+    ) -> list[Score]:
         """Log-probability of each given target for its source, on the scale of Translation."""
         _require_list("sources", sources)
         _require_list("targets", targets)
         if len(sources) != len(targets):
             raise ConfigError(f"targets: got {len(targets)}, allowed: {len(sources)}, one a source")
+        langs, lines = self._languages(source_lang, target_lang), range(1, len(sources) + 1)
         longest = self.config.data.max_source_tokens
-        source_ids, _ = self._encode_sources(sources, longest, range(1, len(sources) + 1))
-        target_ids = self.tokenizer.encode_target(targets)
+        source_ids, _ = self._encode_sources(sources, longest, langs, lines)
+        target_ids = self.tokenizer.encode_target(targets, langs[1])
         found = self._engine.score(source_ids, target_ids, self.config.decode.batch_tokens)
         return [Score(float(x.sum()), [float(p) for p in x], len(x)) for x in found]
 
+    def _languages(
+        self, source_lang: str | None, target_lang: str | None
+    ) -> tuple[str | None, str | None]:
+        """Languages of both sides: as asked for, or those of the run."""
+        data, tokenizer = self.config.data, self.tokenizer
+        for name, lang, known in (
+            ("source_lang", source_lang, data.source_lang),
+            ("target_lang", target_lang, data.target_lang),
+        ):
+            of_tags = tokenizer.tags and (name == "target_lang" or tokenizer.tag_place == "both")
+            if lang not in (None, known) and not of_tags:
+                raise ConfigError(f"{name}: got {lang!r}, allowed: {known} (no tag of another)")
+        return source_lang or data.source_lang, target_lang or data.target_lang
+
     def _encode_sources(
-        self, texts: Sequence[str], longest: int, lines: Sequence[int]
+        self,
+        texts: Sequence[str],
+        longest: int,
+        langs: tuple[str | None, str | None],
+        lines: Sequence[int],
     ) -> tuple[list[list[int]], list[bool]]:
         """Ids of each text, and whether they were cut; each cut is told with its line."""
-        sources = self.tokenizer.encode_source(texts)
+        sources = self.tokenizer.encode_source(texts, *langs)
         cut = [len(ids) > longest for ids in sources]
         for i, ids in enumerate(sources):
             if cut[i]:
@@ -232,15 +266,15 @@ class Translator:
         return sources, cut
 
     def _encode_prefixes(
-        self, texts: Sequence[str], prefix: Sequence[str] | None
+        self, texts: Sequence[str], prefix: Sequence[str] | None, target_lang: str | None
     ) -> list[list[int]]:
         """Ids that each target begins with."""
         if prefix is None:
-            return [[] for _ in texts]
+            return [self.tokenizer.target_prefix(target_lang) for _ in texts]
         _require_list("prefix", prefix)
         if len(prefix) != len(texts):
             raise ConfigError(f"prefix: got {len(prefix)}, allowed: {len(texts)}, one a text")
-        return [ids[:-1] for ids in self.tokenizer.encode_target(prefix)]
+        return [ids[:-1] for ids in self.tokenizer.encode_target(prefix, target_lang)]
 
     def _translation(self, hypothesis: Hypothesis, cut: bool) -> Translation:
         ids = hypothesis.ids
@@ -257,7 +291,8 @@ class Translator:
         """Cross-attention of the last layer, mean over heads: [target tokens, source tokens]."""
         src_ids = padded([source], 1, rung(len(source), LENGTHS))
         tgt_ids = padded([[self.tokenizer.start_id, *target[:-1]]], 1, rung(len(target), LENGTHS))
-        segments = [np.sign(ids, dtype=np.int32) for ids in (src_ids, tgt_ids)]
+        real = lambda ids, length: (np.arange(ids.shape[1]) < length)[None].astype(np.int32)
+        segments = [real(src_ids, len(source)), real(tgt_ids, len(target))]
         batch = Batch(src_ids, segments[0], tgt_ids, tgt_ids, segments[1])
         weights = _attention_weights(self.params, batch, model=self.model)
         last = f"decoder_{self.config.model.decoder_layers - 1}.cross_attention"

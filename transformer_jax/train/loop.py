@@ -82,7 +82,8 @@ class _Run:
         sizes = [leaf.size for leaf in jax.tree.leaves(self.abstract.params)]
         logger.info("model: %s parameters", f"{sum(sizes):,}")
         self.valid: list[Pair] = [pair for part in self.splits.valid.values() for pair in part]
-        self.valid_encoded: Encoded = encode_pairs(self.valid, self.tokenizer, with_source)
+        langs = (config.data.source_lang, config.data.target_lang)
+        self.valid_encoded: Encoded = encode_pairs(self.valid, self.tokenizer, with_source, *langs)
         self.checkpoints = Checkpoints(
             run_dir,
             keep_latest=config.train.keep_checkpoints,
