@@ -52,7 +52,10 @@ ORDER: dict[str, list[str]] = {
         *["search", "sampling", "engine", "trained", "sentences"],
         *["translator", "language_model"],
     ],
-    "interop": [],
+    "interop": [
+        *["directory", "tensors", "weights", "bart", "marian", "m2m100"],
+        *["ctranslate2", "stablehlo", "commands"],
+    ],
 }
 # Modules that may not be imported, even inside a function: by folder or file, by first name.
 FORBIDDEN: dict[str, set[str]] = {

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from transformer_jax import bulk, command_line
 from transformer_jax.config import ConfigError
 from transformer_jax.data.sources import read_lines, read_parallel
+from transformer_jax.interop import commands as interop
 from transformer_jax.types import SamplingOptions
 
 _SEARCH = (
@@ -25,6 +26,8 @@ _SEARCH = (
     "max_source_tokens",
     "split",
     "batch_tokens",
+    "source_lang",
+    "target_lang",
 )
 
 
@@ -76,10 +79,11 @@ def score(options: argparse.Namespace) -> int:
     """Log-probability of each given translation, one JSON object a line."""
     pairs = read_parallel(options.source, options.target)
     translator = _translator(options)
+    languages = {"source_lang": options.source_lang, "target_lang": options.target_lang}
     with _output(options.output, options.source, options.target) as out:
         for start in range(0, len(pairs), bulk.CHUNK_LINES):
             sources, targets = zip(*pairs[start : start + bulk.CHUNK_LINES], strict=True)
-            for result in translator.score(sources, targets):
+            for result in translator.score(sources, targets, **languages):
                 out.write(json.dumps(result._asdict()) + "\n")
     return 0
 
@@ -92,7 +96,7 @@ def evaluate(options: argparse.Namespace) -> int:
     pairs = read_parallel(options.source, options.reference)
     search = _search(options)
     translator = _translator(options)
-    language = translator.config.data.target_lang
+    language = options.target_lang or translator.config.data.target_lang
     quality = translation_quality(translator, pairs, language, **search)
     result = {k: v for k, v in quality._asdict().items() if k != "hypotheses"}
     hypotheses, references = quality.hypotheses, [pair.target for pair in pairs]
@@ -185,15 +189,18 @@ def _parser() -> argparse.ArgumentParser:
     def runs_model(added: argparse.ArgumentParser) -> None:
         added.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations")
         added.add_argument("--mesh", help="DATA,FSDP,MODEL: devices along each axis; -1: the rest")
+        added.add_argument("--source-lang", help="of models with language tags; default: the run's")
+        added.add_argument("--target-lang", help="likewise")
         added.add_argument("--batch-tokens", type=_positive, help="source tokens of one batch")
 
     def searches(added: argparse.ArgumentParser) -> None:
         runs_model(added)
+        rules = ("exact", "authors", "ctranslate2", "transformers")
         add = added.add_argument_group("search (default: the run's config)").add_argument
         add("--beam-size", type=_positive, help="hypotheses kept; 1: greedy")
         add("--length-penalty", type=float, help="alpha")
         add("--length-penalty-form", choices=("paper", "power"), help="power: length ** alpha")
-        add("--rule", choices=("exact", "authors", "ctranslate2"), help="candidates and stopping")
+        add("--rule", choices=rules, help="candidates and stopping")
         add("--min-length", type=_positive, help="tokens that a translation has at least")
         add("--no-repeat-ngram", type=_positive, help="no such sequence comes twice")
         add("--max-extra-tokens", type=int, help="tokens more than the source has")
@@ -242,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command(average, "mean of the last checkpoints")
     added.add_argument("--checkpoint", required=True, help="run directory")
     added.add_argument("--last", type=_positive, default=5, help="how many; default: 5")
+    interop.add_commands(command)
     added = command(plan, "what a config needs, without an accelerator")
     added.add_argument("--config", required=True, help="file; any --section.field VALUE may follow")
     added.add_argument("--topology", default="", help="such as v5e:2x4 or h100:8; default: v5e")

@@ -15,7 +15,7 @@ _LINE_BREAKS = re.compile("[\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029]+")
 
 
 class SpecialIds(NamedTuple):
-    """Ids that stand for no text: the defaults in runs of this project, their own in imported ones."""
+    """Ids that stand for no text; an imported model has its own."""
 
     pad: int = PAD
     eos: int = EOS
@@ -28,6 +28,9 @@ class SpecialIds(NamedTuple):
     def all(self) -> frozenset[int]:
         """All of them."""
         return frozenset((*self[:4], *self.forbidden, *self.others))
+
+
+OURS = SpecialIds()
 
 
 class Pieces:

@@ -115,7 +115,7 @@ def _select(encoded: Encoded, kept: np.ndarray) -> Encoded:
     for flat, ends in ((encoded.src_ids, encoded.src_ends), (encoded.tgt_ids, encoded.tgt_ends)):
         lengths = np.diff(ends)
         result += [flat[np.repeat(kept, lengths)], np.concatenate([[0], np.cumsum(lengths[kept])])]
-    return Encoded(*result, encoded.start)
+    return Encoded(result[0], result[1], result[2], result[3], encoded.start)
 
 
 def _fill(lengths: np.ndarray, plan: Plan) -> float:

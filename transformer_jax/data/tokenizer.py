@@ -11,7 +11,7 @@ from typing import Any, Literal
 import sentencepiece
 
 from transformer_jax.config import ConfigError, TokenizerConfig
-from transformer_jax.data.pieces import EOS, PAD, START, UNK, Pieces, SpecialIds, clean
+from transformer_jax.data.pieces import EOS, OURS, PAD, START, UNK, Pieces, SpecialIds, clean
 
 FORMAT_VERSION = 1
 _DESCRIPTION = "tokenizer.json"
@@ -41,7 +41,7 @@ class Tokenizer:
         target: Pieces | None = None,
         tags: Mapping[str, int] | None = None,
         tag_place: Literal["source", "both"] = "source",
-        special: SpecialIds = SpecialIds(),
+        special: SpecialIds = OURS,
     ) -> None:
         self.source, self.target = source, target or source
         self.tags, self.tag_place, self.special = dict(tags or {}), tag_place, special
@@ -148,7 +148,7 @@ class Tokenizer:
             description["target_numbering"] = "target_pieces.json"
             numbering = json.dumps(self.target.numbering, ensure_ascii=False)
             files["target_pieces.json"] = numbering.encode()
-        if self.special != SpecialIds():
+        if self.special != OURS:
             description["special"] = self.special._asdict()
         return files | {_DESCRIPTION: json.dumps(description, indent=2).encode()}
 

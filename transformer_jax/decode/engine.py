@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from transformer_jax.config import ConfigError
-from transformer_jax.data.tokenizer import SpecialIds
+from transformer_jax.data.tokenizer import OURS, SpecialIds
 from transformer_jax.decode.sampling import Sampling
 from transformer_jax.decode.search import DEAD, BeamSearch, BeamState, SearchResult, StepFunction
 from transformer_jax.model import Model
@@ -84,7 +84,7 @@ class Engine:
         models: Sequence[tuple[Model, Any]],
         vocab_size: int,
         mesh: Mesh | None = None,
-        special: SpecialIds = SpecialIds(),
+        special: SpecialIds = OURS,
         forced: int = 0,
     ) -> None:
         self._models = tuple(model for model, _ in models)
@@ -269,9 +269,7 @@ class _Batch:
             self._results[request] = hypotheses
 
 
-def padded(
-    sequences: Sequence[Sequence[int]], rows: int, width: int, pad: int = 0
-) -> np.ndarray:
+def padded(sequences: Sequence[Sequence[int]], rows: int, width: int, pad: int = 0) -> np.ndarray:
     """Ids as int32 [rows, width], `pad` elsewhere."""
     array = np.full((rows, width), pad, np.int32)
     for row, ids in zip(array, sequences, strict=False):

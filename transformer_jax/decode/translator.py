@@ -182,7 +182,8 @@ class Translator:
         if split and attention:
             raise ConfigError("attention: got True with split, allowed: one of them")
         fits = lambda part: (
-            len(part.encode()) < longest or len(self.tokenizer.encode_source([part], *langs)[0]) <= longest
+            len(part.encode()) < longest - 1  # a tag, EOS
+            or len(self.tokenizer.encode_source([part], *langs)[0]) <= longest
         )
         parts = [split_text(text, fits) if split else [text] for text in texts]
         owner = [i for i, some in enumerate(parts) for _ in some]

@@ -1,4 +1,4 @@
-"""Directories of files from elsewhere, and ours for elsewhere: read with suspicion, written whole."""
+"""Directories of model files: what comes from elsewhere is checked, what is written is whole."""
 
 import contextlib
 import json

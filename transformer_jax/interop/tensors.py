@@ -1,8 +1,8 @@
 """Named arrays in files: safetensors, whole or in shards, and torch's files without unpickling.
 
-A safetensors file is the length of its header as a little-endian uint64, the header as JSON (name ->
-dtype, shape, first and last byte), then the bytes. Everything that the header says is checked
-against the size of the file before an array is made of it.
+A safetensors file is the length of its header as a little-endian uint64, the header as JSON (for
+each name the dtype, the shape, the first and the last byte), then the bytes. Everything that the
+header says is checked against the size of the file before an array is made of it.
 """
 
 import importlib
@@ -115,7 +115,9 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     places.sort()
     end = 0
     for bounds, name, *_ in places:
-        require(bounds[0] == end, f"{name}: begins at byte {bounds[0]}, the one before ends at {end}")
+        require(
+            bounds[0] == end, f"{name}: begins at byte {bounds[0]}, the one before ends at {end}"
+        )
         end = bounds[1]
     require(end == size - begin, f"{size - begin - end} bytes belong to no tensor")
     data = np.memmap(path, np.uint8, "r", begin, (end,)) if end else np.zeros(0, np.uint8)

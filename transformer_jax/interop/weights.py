@@ -67,7 +67,7 @@ def require_fit(
 
 
 def write_run(output: Path, params: Any, config: Config, tokenizer: Tokenizer) -> None:
-    """A run directory with one checkpoint, whole or not at all: ready to translate or train from."""
+    """A run directory with one checkpoint, whole or not at all."""
     configs.check(config)
     with new_directory(output) as directory:
         tokenizer.save(directory / "tokenizer")

@@ -47,13 +47,16 @@ def sinusoids_at(positions: jax.Array, length: int, config: ModelConfig) -> jax.
 
     Args:
         positions: int32 [...], below `length`.
-        length: bound of the positions.
+        length: bound of the positions; one that is not known yet, in a program for any length,
+            counts as 65,536.
         config: width, order and exponent.
 
     Returns:
         float32 [..., d_model].
     """
     d, exponent = config.d_model, config.sinusoid_exponent
+    if not isinstance(length, int):
+        length = _STEP * _STEP
 
     def waves(numbers: np.ndarray) -> list[np.ndarray]:
         table = sinusoids(numbers, d, "concatenated", exponent).astype(np.float32)
