@@ -140,9 +140,10 @@ def _fill(library: Any, spec: Any, flat: Mapping[str, np.ndarray], trained: Trai
             norm(layer.ffn.layer_norm, f"{at}_norm")
     rows, target = tokenizer.vocab_size, flat["embedding"]
     source = flat.get("source_embedding", target)
-    spec.encoder.embeddings[0].weight = source[: tokenizer.source_vocab_size]
-    spec.decoder.embeddings.weight = target[:rows]
-    spec.decoder.projection.weight = flat.get("output_embedding", target)[:rows]
+    # Copies: CTranslate2 quantizes each array where it stands.
+    spec.encoder.embeddings[0].weight = source[: tokenizer.source_vocab_size].copy()
+    spec.decoder.embeddings.weight = target[:rows].copy()
+    spec.decoder.projection.weight = flat.get("output_embedding", target)[:rows].copy()
     if c.logits_bias:
         spec.decoder.projection.bias = flat["output_bias"][:rows]
 
