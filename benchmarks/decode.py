@@ -215,7 +215,7 @@ def prepare(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     import numpy as np
 
     from transformer_jax import config as configs
-    from transformer_jax.data.sources import read_lines
+    from transformer_jax.data.files import read_lines
     from transformer_jax.data.tokenizer import Tokenizer
 
     run = directory / "run"

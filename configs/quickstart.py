@@ -31,6 +31,7 @@ def get_config() -> Config:
             max_target_tokens=96,
             global_batch_tokens=3000,
             num_buckets=8,
+            pairs_per_row=1,
         ),
         optimizer=OptimizerConfig(
             schedule="cosine", learning_rate=3e-3, warmup_steps=150, clip_norm=1.0

@@ -37,8 +37,8 @@ FLOORS: dict[str, int] = {
 }
 ORDER: dict[str, list[str]] = {
     "data": [
-        *["pieces", "tokenizer", "catalogues", "cldr", "embedded"],
-        *["sources", "batching", "pipeline"],
+        *["pieces", "tokenizer", "catalogues", "cldr", "embedded", "files", "prepared"],
+        *["sources", "order", "filters", "batching", "packing", "store", "sampling", "pipeline"],
     ],
     "model": [
         *["masks", "dropout", "positions", "blockwise", "linear"],

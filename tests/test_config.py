@@ -76,15 +76,18 @@ def test_json_brings_back_every_field():
     changed = Config()
     for path, value in leaves(Config()).items():
         section, _, name = path.rpartition(".")
-        new = {name: other(value)}
+        new = {name: (1.5, 2.0) if path == "data.train_weights" else other(value)}
         if section:
             new = {section: dataclasses.replace(getattr(changed, section), **new)}
         changed = dataclasses.replace(changed, **new)
     # Sizes that fit together again.
     changed = dataclasses.replace(
         changed,
-        model=dataclasses.replace(changed.model, d_model=60, num_heads=10, norm="rmsnorm"),
+        model=dataclasses.replace(
+            changed.model, d_model=60, num_heads=10, norm="rmsnorm", tied_embeddings="none"
+        ),
         mesh=MeshConfig(data=-1, fsdp=3, model=3),
+        data=dataclasses.replace(changed.data, max_length_ratio=2.0),
     )
     changed = configs.check(changed)
     back = configs.from_json(configs.to_json(changed))
@@ -317,6 +320,11 @@ def test_what_may_change_on_resume_exists_and_does_not_touch_the_arithmetic():
     for prefix in configs.RESUMABLE:
         assert any(path == prefix or path.startswith(prefix + ".") for path in fields), prefix
     arithmetic = {path for path in allowed if not path.startswith(("train.", "decode.", "mesh."))}
-    same_function = {"model.attention_implementation", "model.layers", "model.remat"}
-    assert arithmetic == same_function, "the same function, computed otherwise"
+    # The same function: other kernels, what is kept in memory, and where encoded text is kept.
+    assert arithmetic == {
+        "model.attention_implementation",
+        "model.layers",
+        "model.remat",
+        "data.cache_dir",
+    }
     assert allowed.isdisjoint({"train.label_smoothing", "train.init_from"})

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from transformer_jax import bulk, command_line
 from transformer_jax.config import ConfigError
-from transformer_jax.data.sources import read_lines, read_parallel
+from transformer_jax.data.files import read_lines, read_parallel
 from transformer_jax.interop import commands as interop
 from transformer_jax.types import SamplingOptions
 

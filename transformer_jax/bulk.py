@@ -13,7 +13,7 @@ import rich.console
 import rich.progress
 
 from transformer_jax.config import ConfigError
-from transformer_jax.data.sources import read_lines
+from transformer_jax.data.files import read_lines
 
 # Lines taken at a time: enough to sort by length, few enough to hold.
 CHUNK_LINES = 2048

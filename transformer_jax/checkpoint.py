@@ -55,9 +55,23 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
 
-    def save(self, step: int, items: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        """Write items in the background; arrays are copied before this returns."""
+    def save(
+        self,
+        step: int,
+        items: dict[str, Any],
+        metrics: dict[str, float] | None,
+        data_position: dict[str, int] | None = None,
+    ) -> None:
+        """Write items in the background; arrays are copied before this returns.
+
+        Args:
+            step: updates made.
+            items: trees by name.
+            metrics: of this step, to find the best.
+            data_position: global counts that say where the run stands in its data.
+        """
         metadata = {
+            "data_position": data_position,
             "format_version": FORMAT_VERSION,
             "tokenizer": self._fingerprint,
             "metrics": metrics,
@@ -75,6 +89,11 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """The last step that was written whole; None in a fresh run."""
         return max(steps_of(self._run_dir), default=None)
+
+    def data_position(self, step: int) -> dict[str, int]:
+        """Where the run stood in its data at a step; empty if that was not saved."""
+        metadata = _metadata(checkpoint_root(self._run_dir) / str(step))
+        return dict(metadata.get("data_position") or {})
 
     def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         """Read items of one step onto the devices that `abstract` names."""

@@ -118,6 +118,9 @@ class TokenizerConfig:
     """One piece for each digit: numbers are copied digit by digit."""
     normalization: Literal["nmt_nfkc", "nfkc", "identity"] = "nmt_nfkc"
     """SentencePiece's normalisation rule; identity keeps every character."""
+    separate: bool = False
+    """One model for each side instead of one for both; needs --model.tied-embeddings decoder or
+    none."""
     sample_lines: int = 2_000_000
     """Training reads at most this many lines of each side, evenly spread."""
 
@@ -133,9 +136,18 @@ class DataConfig:
     target_lang: str = "de"
     """Target language; chooses sacreBLEU's tokenizer."""
     train_source: tuple[str, ...] = ()
-    """text: training files, source side, one sentence a line."""
+    """text: training files or patterns such as "*.en.gz" (.gz .bz2 .xz .zst are unpacked), source
+    side, one sentence a line; a .tsv holds both sides in two columns."""
     train_target: tuple[str, ...] = ()
-    """text: training files, target side, line by line beside the source."""
+    """text: training files, target side, line by line beside the source; none for a .tsv."""
+    train_weights: tuple[float, ...] = ()
+    """text: share of each training file or pattern in an epoch; none: as temperature says."""
+    train_temperature: float = 1.0
+    """text: shares are sizes to the power 1 / this; 1: each pair once an epoch, more: small files
+    are repeated."""
+    train_target_langs: tuple[str, ...] = ()
+    """text: target language of each training file or pattern; the source then begins with a tag
+    for it. None: all are in target_lang, without a tag."""
     valid_source: tuple[str, ...] = ()
     """text: validation files, source side."""
     valid_target: tuple[str, ...] = ()
@@ -160,10 +172,30 @@ class DataConfig:
     """Training pairs with more source tokens, EOS included, are dropped and counted."""
     max_target_tokens: int = 256
     """Training pairs with more target tokens, EOS included, are dropped and counted."""
+    max_length_ratio: float = 0.0
+    """Training pairs with so many times more tokens on one side are dropped; 0: none are."""
+    drop_identical: bool = False
+    """Drop training pairs with the same text on both sides."""
+    drop_duplicates: bool = False
+    """Drop training pairs whose tokens are those of an earlier pair."""
+    subword_sampling: float = 0.0
+    """Draw the pieces of each training text anew in each epoch: for a unigram tokenizer the
+    smoothing alpha (0.1 to 0.5), for bpe the probability to drop a merge (0.1); 0: never."""
     global_batch_tokens: int = 25_000
     """Slots a batch may hold on each side, padding included, over all devices."""
+    batching: Literal["bucketed", "packed"] = "bucketed"
+    """bucketed: several shapes with rows as short as the pairs; packed: one shape of long rows."""
     num_buckets: int = 8
-    """Batch shapes; their edges are chosen from the lengths of the data."""
+    """bucketed: at most so many shapes; their edges are chosen from the lengths of the data."""
+    pairs_per_row: int = 0
+    """Pairs that may share a row, side by side and without seeing each other; 0: all that fit."""
+    packed_length: int = 0
+    """packed: slots of a row, of the longer side; 0: the longest pair that is allowed."""
+    row_multiple: int = 8
+    """Rows of a batch are a multiple of this where so many fit: the number of devices, or a
+    multiple of it, so that no row is filler."""
+    cache_dir: str = ""
+    """Where encoded text is kept; empty: transformer_jax/encoded in the user's cache directory."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +302,7 @@ RESUMABLE = (
     "model.attention_implementation",
     "model.layers",
     "model.remat",
+    "data.cache_dir",
     "decode",
     "mesh",
 )
@@ -280,14 +313,15 @@ _POSITIVE = {
     "relative_max_distance",
     "optimizer": "epsilon",
     "tokenizer": "vocab_size sample_lines",
-    "data": "max_source_tokens max_target_tokens global_batch_tokens num_buckets",
+    "data": "max_source_tokens max_target_tokens global_batch_tokens num_buckets row_multiple "
+    "train_temperature",
     "train": "steps micro_batches log_every_steps keep_checkpoints",
     "decode": "beam_size batch_tokens",
 }
 _NOT_NEGATIVE = {
     "model": "vocab_size source_vocab_size encoder_layers d_k d_v num_kv_heads "
     "attention_window position_offset",
-    "data": "cldr_train_pairs",
+    "data": "cldr_train_pairs max_length_ratio pairs_per_row packed_length",
     "train": "eval_every_steps eval_bleu_sentences checkpoint_every_steps keep_best",
     "optimizer": "learning_rate warmup_steps clip_norm weight_decay",
     "decode": "max_extra_tokens",
@@ -295,6 +329,7 @@ _NOT_NEGATIVE = {
 _BELOW_ONE = {
     "model": "dropout embedding_dropout attention_dropout activation_dropout",
     "optimizer": "b1 b2",
+    "data": "subword_sampling",
     "train": "label_smoothing",
 }
 
@@ -348,6 +383,17 @@ def check(config: Config) -> Config:
             "data.global_batch_tokens",
             f"at least --data.max-{side}-tokens ({longest}), so that one such pair fits",
         )
+    weights = [w for w in data.train_weights if not (w > 0 and math.isfinite(w))]
+    require(not weights, "data.train_weights", "positive numbers")
+    require(
+        not data.packed_length or data.packed_length <= data.global_batch_tokens,
+        "data.packed_length",
+        f"at most --data.global-batch-tokens ({data.global_batch_tokens})",
+    )
+    ratio = data.max_length_ratio
+    require(ratio == 0 or ratio >= 1, "data.max_length_ratio", "0, or 1 or more")
+    separate = config.tokenizer.separate and model.tied_embeddings == "all"
+    require(not separate, "model.tied_embeddings", "decoder or none (--tokenizer.separate)")
     sizes = dataclasses.asdict(config.mesh)
     for name, size in sizes.items():
         require(size == -1 or size > 0, f"mesh.{name}", "a positive number, or -1 for the rest")

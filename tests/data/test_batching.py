@@ -6,7 +6,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from transformer_jax.data.batching import Bucket, Encoded, Plan, choose_buckets, collate, keep
+from transformer_jax.data.batching import (
+    Bucket,
+    Encoded,
+    choose_buckets,
+    collate,
+    in_buckets,
+    room_of,
+)
 from transformer_jax.data.tokenizer import EOS, START
 
 # Names of corpora for random_lengths.
@@ -36,24 +43,6 @@ def encode(lengths: np.ndarray, seed: int = 0) -> Encoded:
         sides += [np.concatenate(sentences).astype(np.int32)]
         sides += [np.cumsum([0, *lengths[:, side]])]
     return Encoded(*sides)
-
-
-# ---- keep ---------------------------------------------------------------------------------------
-
-
-def test_keep_counts_each_dropped_pair_once():
-    """Bug: F35: pairs vanish uncounted, or count under two reasons; the limit is off by one."""
-    lengths = np.array([[1, 5], [5, 1], [1, 1], [8, 9], [9, 8], [8, 8], [1, 99], [2, 2]])
-    kept, dropped = keep(lengths, 8, 8)
-    assert kept.tolist() == [False] * 5 + [True, False, True]
-    assert dropped == {"empty": 4, "too long": 2}
-    assert kept.sum() + sum(dropped.values()) == len(lengths)
-
-
-def test_keep_has_a_limit_for_each_side():
-    """Bug: the source limit is applied to the target."""
-    kept, _ = keep(np.array([[5, 10], [10, 5]]), 5, 10)
-    assert kept.tolist() == [True, False]
 
 
 # ---- choose_buckets -----------------------------------------------------------------------------
@@ -115,15 +104,28 @@ def test_buckets_are_nested_and_within_the_budget(shape: str, row_multiple: int)
     assert buckets[-1][1:] == tuple(lengths.max(0))
     for bucket in buckets:
         longest = max(bucket.src_length, bucket.tgt_length)
-        assert bucket.rows % row_multiple == 0
+        assert bucket.rows % row_multiple == 0, "all fit at least 8 times"
         assert bucket.rows * longest <= 500 < (bucket.rows + row_multiple) * longest
+
+
+@pytest.mark.parametrize("row_multiple", [1, 3, 8, 64])
+def test_rows_never_exceed_the_budget(row_multiple: int):
+    """Bug: F114: rows are rounded up to the devices, over what the user allowed."""
+    for tokens in (1, 5, 64, 500, 4096):
+        for longest in (1, 2, 7, 60, 500):
+            rows = room_of(tokens, longest, row_multiple)
+            assert rows == 1 or rows * longest <= tokens
+            assert rows % row_multiple == 0 or (
+                row_multiple * longest > tokens and rows & (rows - 1) == 0
+            )
+            assert (rows + max(row_multiple, rows)) * longest > tokens, "room is left unused"
 
 
 def test_the_longest_target_may_have_a_short_source():
     """Bug: the widest bucket does not hold all sources, and the run dies at its start."""
     lengths = np.array([[10, 3]] * 5 + [[5, 15]] * 5)
     buckets = choose_buckets(lengths, 2, 64)
-    assert sum(len(Plan(lengths, buckets, 0)[i][1]) for i in range(3)) == 10
+    assert sum(len(pairs) for _, pairs in in_buckets(lengths, buckets)) == 10
 
 
 def test_fewer_lengths_than_buckets():
@@ -132,73 +134,22 @@ def test_fewer_lengths_than_buckets():
     assert choose_buckets(np.array([[2, 2], [3, 3]]), 8, 6) == [Bucket(3, 2, 2), Bucket(2, 3, 3)]
 
 
-# ---- Plan ---------------------------------------------------------------------------------------
-
-
-def epoch(plan: Plan, number: int) -> list[tuple[Bucket, np.ndarray]]:
-    n = plan.batches_per_epoch
-    return [plan[i] for i in range(number * n, (number + 1) * n)]
-
-
-def make_plan(shape: str, count: int = 500, seed: int = 3, row_multiple: int = 1) -> Plan:
-    lengths = random_lengths(shape, count, 5)
-    return Plan(lengths, choose_buckets(lengths, 4, 200, row_multiple), seed)
+# ---- in_buckets ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [1, 2, 37, 500])
-@pytest.mark.parametrize("row_multiple", [1, 8])
-def test_each_pair_comes_exactly_once_an_epoch(shape: str, count: int, row_multiple: int):
-    """Bug: F105, F114: the last pairs of a bucket are dropped, or a pair comes twice."""
+def test_buckets_hold_each_pair_once(shape: str, count: int):
+    """Bug: F115: the last pairs of a bucket are dropped, a pair comes twice, or one is cut."""
     lengths = random_lengths(shape, count, 5)
-    plan = make_plan(shape, count, row_multiple=row_multiple)
-    for number in range(3):
-        batches = epoch(plan, number)
-        seen = Counter(np.concatenate([pairs for _, pairs in batches]).tolist())
-        assert seen == Counter(range(count))
-        short = [pairs for bucket, pairs in batches if len(pairs) != bucket.rows]
-        assert len(short) <= 1, "only one batch of an epoch has filler"
-        for bucket, pairs in batches:
-            assert 0 < len(pairs) <= bucket.rows and bucket in plan.buckets
-            assert (lengths[pairs] <= bucket[1:]).all(), "no pair is cut"
-
-
-def test_epochs_and_seeds_differ():
-    """Bug: F107: every epoch, or every seed, has the same order."""
-    plan = make_plan("mixed")
-    orders = [np.concatenate([pairs for _, pairs in epoch(plan, n)]).tolist() for n in range(4)]
-    other = make_plan("mixed", seed=4)
-    orders.append(np.concatenate([pairs for _, pairs in epoch(other, 0)]).tolist())
-    # Not by a trace of each other either: hardly a pair stands at the same place.
-    for one, two in itertools.combinations(orders, 2):
-        assert sum(a == b for a, b in zip(one, two, strict=True)) < 25
-    shapes = [[bucket for bucket, _ in epoch(plan, n)] for n in range(2)]
-    assert shapes[0] != shapes[1], "the buckets come in the order of their width"
-
-
-def test_a_batch_depends_on_seed_and_index_alone():
-    """Bug: F105: after a resume in the middle, other pairs come than without it."""
-    forwards, n = make_plan("mixed"), 3 * make_plan("mixed").batches_per_epoch
-    expected = [forwards[i] for i in range(n)]
-    for indices in (range(n - 1, -1, -1), np.random.default_rng(0).permutation(n).tolist()):
-        plan = make_plan("mixed")
-        for i in indices:
-            bucket, pairs = plan[i]
-            assert bucket == expected[i][0]
-            np.testing.assert_array_equal(pairs, expected[i][1])
-
-
-def test_order_does_not_follow_length_or_file():
-    """Bug: batches keep the order of the corpus, so that each holds one topic."""
-    plan = make_plan("one length", 1000)
-    pairs = np.concatenate([pairs for _, pairs in epoch(plan, 0)])
-    assert abs(np.corrcoef(pairs, np.arange(1000))[0, 1]) < 0.1
-
-
-def test_a_plan_refuses_buckets_that_are_too_narrow():
-    """Bug: a pair without a bucket is put into the first one and cut."""
-    with pytest.raises(ValueError, match="every pair"):
-        Plan(np.array([[3, 9]]), [Bucket(4, 9, 8)], 0)
+    batches = list(in_buckets(lengths, choose_buckets(lengths, 4, 200)))
+    seen = Counter(np.concatenate([pairs for _, pairs in batches]).tolist())
+    assert seen == Counter(range(count))
+    short = [pairs for bucket, pairs in batches if len(pairs) != bucket.rows]
+    assert len(short) <= 1, "only one batch has filler"
+    for bucket, pairs in batches:
+        assert 0 < len(pairs) <= bucket.rows
+        assert (lengths[pairs] <= bucket[1:]).all(), "no pair is cut"
 
 
 # ---- collate ------------------------------------------------------------------------------------
@@ -224,6 +175,43 @@ def test_collate_against_a_loop():
         assert got.dtype == np.int32
         np.testing.assert_array_equal(got, want[:, :width])
     assert batch.src_positions is None and batch.tgt_positions is None
+
+
+def test_collate_of_shared_rows_against_a_loop():
+    """Bug: pairs of a row overlap, the start id is missing inside a row, a target sees the last id
+    of its neighbour, positions run on, or segments of the two sides do not answer each other."""
+    lengths = random_lengths("mixed", 30, 3)
+    lengths[3] = (5, 9)
+    encoded = encode(lengths)
+    pairs, rows = np.array([4, 29, 3, 7, 1, 4]), np.array([0, 0, 0, 2, 2, 3])
+    shape = Bucket(5, 100, 110)
+    batch = collate(encoded, shape, pairs, rows)
+    want = [np.zeros((5, n), np.int32) for n in (100, 100, 110, 110, 110, 100, 110)]
+    for row in range(5):
+        source = target = 0
+        for segment, pair in enumerate(pairs[rows == row], 1):
+            src = encoded.src_ids[encoded.src_ends[pair] : encoded.src_ends[pair + 1]]
+            tgt = encoded.tgt_ids[encoded.tgt_ends[pair] : encoded.tgt_ends[pair + 1]]
+            for i, token in enumerate(src):
+                for array, value in ((0, token), (1, segment), (5, i)):
+                    want[array][row, source + i] = value
+            for i, token in enumerate(tgt):
+                before = START if i == 0 else tgt[i - 1]
+                for array, value in ((2, before), (3, token), (4, segment), (6, i)):
+                    want[array][row, target + i] = value
+            source, target = source + len(src), target + len(tgt)
+    for got, expected in zip(batch, want, strict=True):
+        assert got.dtype == np.int32
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_collate_of_no_pairs_is_filler():
+    """Bug: a process whose share of the last batch is empty crashes, and the others wait."""
+    encoded = encode(random_lengths("mixed", 3, 0))
+    for rows in (None, np.zeros(0, np.int64)):
+        batch = collate(encoded, Bucket(2, 8, 9), np.zeros(0, np.int64), rows)
+        assert batch.src_ids.shape == (2, 8) and batch.tgt_out_ids.shape == (2, 9)
+        assert not any(x.any() for x in batch if x is not None)
 
 
 def test_collate_of_the_last_pair_reads_nothing_beyond():

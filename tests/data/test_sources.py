@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from transformer_jax.config import ConfigError, DataConfig
-from transformer_jax.data.sources import load_splits, read_lines, read_parallel
+from transformer_jax.data.files import read_lines, read_parallel
+from transformer_jax.data.sources import load_splits
 from transformer_jax.data.tokenizer import clean
 from transformer_jax.types import Pair
 
@@ -87,7 +88,7 @@ def test_files_are_utf8_in_any_locale(tmp_path: Path):
     path = write(tmp_path / "ä.txt", "größer 爿\n")
     code = """
         import sys
-        from transformer_jax.data.sources import read_lines
+        from transformer_jax.data.files import read_lines
         assert list(read_lines(sys.argv[1])) == ["gr\\u00f6\\u00dfer \\u723f"]
     """
     subprocess.run(
@@ -223,7 +224,7 @@ def test_tfds_splits_are_sequences_of_pairs(tfds_dir: str):
     """Bug: sides are swapped, bytes are not decoded, or the sequence does not end where it ends."""
     splits = load_splits(tfds_config(tfds_dir))
     expected = [Pair(f"line {i}\u2028more", f"Zeile {i} größer") for i in range(20)]
-    train = splits.train
+    train = splits.train.parts[0].pairs
     assert len(train) == 20
     assert list(train) == expected, "iteration must stop by itself"
     assert train[3] == expected[3] and train[-1] == expected[-1]

@@ -1,9 +1,6 @@
-"""Which pairs stand in which batch: pure functions of lengths, seed and epoch.
+"""Shapes of batches, and pairs of ids as rectangular arrays: pure functions of lengths and ids."""
 
-Batch i of a run is a function of (seed, i) alone, so the position of a run in its data is one
-number, its step, and any process can make its share of any batch.
-"""
-
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +15,9 @@ class Encoded(NamedTuple):
     Text for a language model has sources of length 0, without EOS.
     """
 
-    src_ids: np.ndarray  # int32 [sum of source lengths]
+    src_ids: np.ndarray  # int32 or uint16 [sum of source lengths]
     src_ends: np.ndarray  # int64 [pairs + 1], first 0
-    tgt_ids: np.ndarray  # int32 [sum of target lengths]
+    tgt_ids: np.ndarray  # int32 or uint16 [sum of target lengths]
     tgt_ends: np.ndarray  # int64 [pairs + 1]
     start: int = START  # what the decoder's input begins with
 
@@ -28,6 +25,11 @@ class Encoded(NamedTuple):
     def lengths(self) -> np.ndarray:
         """int64 [pairs, 2]: tokens of source and target, EOS included."""
         return np.stack([np.diff(self.src_ends), np.diff(self.tgt_ends)], 1)
+
+    def lengths_of(self, pairs: np.ndarray) -> np.ndarray:
+        """int64 [n, 2]: tokens of some pairs."""
+        sides = (ends[pairs + 1] - ends[pairs] for ends in (self.src_ends, self.tgt_ends))
+        return np.stack(list(sides), 1)
 
 
 class Bucket(NamedTuple):
@@ -38,22 +40,13 @@ class Bucket(NamedTuple):
     tgt_length: int
 
 
-def keep(
-    lengths: np.ndarray, max_source: int, max_target: int
-) -> tuple[np.ndarray, dict[str, int]]:
-    """Which pairs to train on: a pair goes as a whole, by the first reason that holds.
-
-    Args:
-        lengths: int [pairs, 2], EOS included.
-        max_source: longest source allowed.
-        max_target: longest target allowed.
-
-    Returns:
-        bool [pairs], and how many were dropped for each reason.
-    """
-    empty = (lengths[:, 0] == 1) | (lengths[:, 1] <= 1)
-    too_long = np.any(lengths > (max_source, max_target), axis=1) & ~empty
-    return ~(empty | too_long), {"empty": int(empty.sum()), "too long": int(too_long.sum())}
+def room_of(batch_tokens: int, longest: int, row_multiple: int) -> int:
+    """Rows of a batch: as many as fit, in multiples of row_multiple; fewer than that, if no more
+    fit, in a power of two."""
+    rows = max(1, batch_tokens // longest)
+    if rows >= row_multiple:
+        return rows // row_multiple * row_multiple
+    return 1 << (rows.bit_length() - 1)
 
 
 def choose_buckets(
@@ -69,7 +62,7 @@ def choose_buckets(
         lengths: int [pairs, 2].
         count: number of shapes allowed.
         batch_tokens: slots of one batch on each side.
-        row_multiple: rows are a multiple of this (devices that share a batch).
+        row_multiple: rows are a multiple of this, where so many fit.
     """
     longer = lengths.max(1)
     edges = np.unique(longer)
@@ -95,74 +88,77 @@ def choose_buckets(
         ends.append(int(choice[ends[-1]]))
     buckets = []
     for source, target in longest[sorted(set(ends))].tolist():
-        rows = max(1, batch_tokens // max(source, target) // row_multiple) * row_multiple
+        rows = room_of(batch_tokens, max(source, target), row_multiple)
         buckets.append(Bucket(rows, source, target))
     return buckets
 
 
-class Plan:
-    """The batches of an endless run over one set of pairs.
+def in_buckets(lengths: np.ndarray, buckets: list[Bucket]) -> Iterator[tuple[Bucket, np.ndarray]]:
+    """All pairs once, one a row, in their order; what is left over moves up to a wider bucket.
 
-    Each epoch takes every pair once, in an order of its own. Pairs left over when a bucket is cut
-    into full batches move up into the next wider bucket, so that only one batch of an epoch has
-    filler rows (weight 0).
+    Args:
+        lengths: int [pairs, 2].
+        buckets: nested, ascending; the last holds every pair.
     """
-
-    def __init__(self, lengths: np.ndarray, buckets: list[Bucket], seed: int) -> None:
-        self.buckets, self._seed = buckets, seed
-        fits = np.stack(
-            [(lengths <= (b.src_length, b.tgt_length)).all(1) for b in buckets]
-        )  # [buckets, pairs]
-        if not fits[-1].all():
-            raise ValueError("the widest bucket must hold every pair")
-        self._bucket_of = fits.argmax(0)
-        self._epoch: tuple[int, list[tuple[int, np.ndarray]]] = (0, self._order(0))
-        self.batches_per_epoch = len(self._epoch[1])
-
-    def _order(self, epoch: int) -> list[tuple[int, np.ndarray]]:
-        random = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
-        shuffled = random.permutation(len(self._bucket_of))
-        which = self._bucket_of[shuffled]
-        batches, left = [], shuffled[:0]
-        for b, bucket in enumerate(self.buckets):
-            members = np.concatenate([left, shuffled[which == b]])
-            full = len(members) // bucket.rows * bucket.rows
-            batches += [(b, part) for part in members[:full].reshape(-1, bucket.rows)]
-            left = members[full:]
-        if len(left):
-            batches.append((len(self.buckets) - 1, left))
-        return [batches[i] for i in random.permutation(len(batches))]
-
-    def __getitem__(self, index: int) -> tuple[Bucket, np.ndarray]:
-        """Shape and pair numbers of batch `index`, counted from the start of the run."""
-        epoch, position = divmod(index, self.batches_per_epoch)
-        if self._epoch[0] != epoch:
-            self._epoch = (epoch, self._order(epoch))
-        b, pairs = self._epoch[1][position]
-        return self.buckets[b], pairs
+    edges = np.array([bucket[1:] for bucket in buckets])
+    which = (lengths[:, None, :] <= edges).all(2).argmax(1)
+    left = np.zeros(0, np.int64)
+    for b, bucket in enumerate(buckets):
+        left = np.concatenate([left, np.flatnonzero(which == b)])
+        full = len(left) // bucket.rows * bucket.rows
+        yield from ((bucket, part) for part in left[:full].reshape(-1, bucket.rows))
+        left = left[full:]
+    if len(left):
+        yield buckets[-1], left
 
 
-def collate(encoded: Encoded, bucket: Bucket, pairs: np.ndarray) -> Batch:
+def collate(
+    encoded: Encoded, bucket: Bucket, pairs: np.ndarray, rows: np.ndarray | None = None
+) -> Batch:
     """Rectangular arrays of some pairs; rows beyond them are filler of segment 0.
 
     Text for a language model has no source arrays.
+
+    Args:
+        encoded: where the ids are.
+        bucket: the shape.
+        pairs: int [n], which pairs.
+        rows: int [n], ascending, the row of each; None: one a row, and no positions.
     """
-    src_ids, src_segments = _rows(encoded.src_ids, encoded.src_ends, pairs, bucket.src_length)
-    out_ids, tgt_segments = _rows(encoded.tgt_ids, encoded.tgt_ends, pairs, bucket.tgt_length)
-    start = np.full((len(pairs), 1), encoded.start, np.int32)
-    in_ids = np.concatenate([start, out_ids[:, :-1]], 1) * tgt_segments
-    fill = ((0, bucket.rows - len(pairs)), (0, 0))
-    arrays = (src_ids, src_segments, in_ids, out_ids, tgt_segments)
-    batch = Batch(*(np.pad(x, fill) for x in arrays))
-    return batch if bucket.src_length else batch._replace(src_ids=None, src_segments=None)
+    shared = rows is not None
+    rows = np.arange(len(pairs)) if rows is None else rows
+    src = _side(encoded.src_ids, encoded.src_ends, pairs, rows, (bucket.rows, bucket.src_length))
+    tgt = _side(encoded.tgt_ids, encoded.tgt_ends, pairs, rows, (bucket.rows, bucket.tgt_length))
+    positions = (src.positions, tgt.positions) if shared else (None, None)
+    in_ids = np.zeros_like(tgt.ids)
+    in_ids[:, 1:] = tgt.ids[:, :-1]
+    first = (tgt.positions == 0) & (tgt.segments > 0)
+    in_ids = np.where(first, encoded.start, in_ids * (tgt.segments > 0)).astype(np.int32)
+    batch = Batch(src.ids, src.segments, in_ids, tgt.ids, tgt.segments, *positions)
+    if bucket.src_length:
+        return batch
+    return batch._replace(src_ids=None, src_segments=None, src_positions=None)
 
 
-def _rows(
-    flat: np.ndarray, ends: np.ndarray, pairs: np.ndarray, length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and segments, int32 [len(pairs), length] each."""
-    starts, stops = ends[pairs], ends[pairs + 1]
-    place = starts[:, None] + np.arange(length)
-    real = place < stops[:, None]
-    ids = np.where(real, flat[np.minimum(place, len(flat) - 1)], 0)
-    return ids.astype(np.int32), real.astype(np.int32)
+class _Side(NamedTuple):
+    ids: np.ndarray  # int32 [rows, length], like the others
+    segments: np.ndarray
+    positions: np.ndarray
+
+
+def _side(
+    flat: np.ndarray, ends: np.ndarray, pairs: np.ndarray, rows: np.ndarray, shape: tuple[int, int]
+) -> _Side:
+    """One side of a batch. Each token is told where it comes from and where it goes to."""
+    starts = ends[pairs]
+    lengths = ends[pairs + 1] - starts
+    before = np.cumsum(lengths) - lengths
+    first = np.searchsorted(rows, rows)  # of the pairs in the same row
+    offsets = rows * shape[1] + before - before[first] if len(rows) else before
+    within = np.arange(int(lengths.sum())) - np.repeat(before, lengths)
+    place = np.repeat(offsets, lengths) + within
+    ids, segments, positions = (np.zeros(shape[0] * shape[1], np.int32) for _ in range(3))
+    ids[place] = flat[np.repeat(starts, lengths) + within]
+    segments[place] = np.repeat(np.arange(1, len(rows) + 1) - first, lengths)
+    positions[place] = within
+    return _Side(*(x.reshape(shape) for x in (ids, segments, positions)))

@@ -33,6 +33,13 @@ class SpecialIds(NamedTuple):
 OURS = SpecialIds()
 
 
+class Sampled(NamedTuple):
+    """How to draw segmentations."""
+
+    alpha: float  # unigram: smoothing, 1 follows the model; bpe: probability to drop a merge
+    seeds: Sequence[int]  # of each text, below 2**31
+
+
 class Pieces:
     """A SentencePiece model and the numbers of its pieces.
 
@@ -63,16 +70,27 @@ class Pieces:
         """Number of ids."""
         return self._processor.get_piece_size() if self.numbering is None else len(self.numbering)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special ones."""
+    def encode(self, texts: Sequence[str], sampled: Sampled | None = None) -> list[list[int]]:
+        """Ids of each text, without special ones; the likeliest, or drawn."""
         texts = [clean(text) for text in texts]
+        out_type = int if self._ids is None else str
+        if sampled is None:
+            found = self._processor.encode(texts, out_type=out_type)
+        else:
+            found = [
+                self._draw(text, out_type, sampled.alpha, seed)
+                for text, seed in zip(texts, sampled.seeds, strict=True)
+            ]
         if self._ids is None:
-            return self._processor.encode(texts)
+            return found
         numbers = self._ids
-        return [
-            [numbers.get(piece, self._unk) for piece in pieces]
-            for pieces in self._processor.encode(texts, out_type=str)
-        ]
+        return [[numbers.get(piece, self._unk) for piece in pieces] for pieces in found]
+
+    def _draw(self, text: str, out_type: type, alpha: float, seed: int) -> list:
+        sentencepiece.set_random_generator_seed(seed)
+        return self._processor.encode(
+            text, out_type=out_type, enable_sampling=True, alpha=alpha, nbest_size=-1
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, on one line."""
@@ -88,6 +106,10 @@ class Pieces:
         if self.numbering is None:
             return self._processor.id_to_piece(number)
         return self.numbering[number]
+
+    def number(self, piece: str) -> int:
+        """The id of a piece."""
+        return self._processor.piece_to_id(piece) if self._ids is None else self._ids[piece]
 
 
 def clean(line: str) -> str:

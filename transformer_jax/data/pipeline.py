@@ -1,100 +1,165 @@
-"""The stream of batches: pairs are encoded once, then batch i is made when it is needed."""
+"""The stream of training batches, and where a run stands in it.
 
+The batches of an epoch are a function of (seed, epoch, data, config) alone. Devices and processes
+only share their rows, so a run may go on with any number of them; its position is two counts.
+"""
+
+import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import math
+import queue
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import Config, ConfigError
-from transformer_jax.data.batching import Bucket, Encoded, Plan, choose_buckets, collate, keep
+from transformer_jax.config import Config, ConfigError, DataConfig
+from transformer_jax.data.batching import Bucket, Encoded, choose_buckets, collate, in_buckets
+from transformer_jax.data.filters import REASONS, Marks, keep, repeats_of
+from transformer_jax.data.order import EpochOrder, repeats
+from transformer_jax.data.packing import pack, packed_shape, shared_shapes
+from transformer_jax.data.sampling import Resampled, Sentences, as_encoded
+from transformer_jax.data.sources import Corpus
+from transformer_jax.data.store import Store, open_store
 from transformer_jax.data.tokenizer import Tokenizer
-from transformer_jax.types import Batch, Pair
+from transformer_jax.types import Batch
 
 logger = logging.getLogger(__name__)
-_CHUNK = 10_000
+_WINDOW = 8192  # pairs that are put into rows together
+_SEGMENT_BATCHES = 128  # a segment is about so many batches, and at least
+_SEGMENT = 1 << 17  # so many pairs
+_LOOK = 50_000  # pairs that shapes and the fill rate of the report are computed from
+_AHEAD = 4  # batches made before they are asked for
+
+
+class Position(NamedTuple):
+    """Where a run stands: global counts, whatever the number of processes."""
+
+    epoch: int = 0
+    examples: int = 0  # of this epoch, that have been in a batch
+
+
+class Planned(NamedTuple):
+    """One batch before its ids are put together."""
+
+    bucket: Bucket
+    encoded: Encoded
+    pairs: np.ndarray  # int64 [n], in encoded
+    rows: np.ndarray  # int64 [n], ascending
+    after: Position
 
 
 class TrainData(NamedTuple):
     """Everything the training stream is made of, and what was left out."""
 
     encoded: Encoded
-    plan: Plan
+    kept: np.ndarray  # int64: numbers of the pairs that are trained on
+    order: EpochOrder
+    buckets: list[Bucket]
+    segment: int  # examples after which no row is left waiting for a batch
+    config: Config
+    resampled: Resampled | None
+    row_multiple: int  # rows are filled up to a multiple of this, with filler of weight 0
+    dropped: dict[str, int]  # pairs left out, by reason
+    batches_per_epoch: float  # estimated, where there are many
+    fill: float  # real source and target tokens over all slots
     report: str
 
 
-def encode_pairs(
-    pairs: Sequence[Pair],
-    tokenizer: Tokenizer,
-    with_source: bool = True,
-    source_lang: str | None = None,
-    target_lang: str | None = None,
-) -> Encoded:
-    """Ids of all pairs, EOS last; without sources, as decoder-only models want it, of targets.
-
-    The languages are those of the tags, where the tokenizer has any.
-    """
-    sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    lengths: tuple[list[int], list[int]] = ([], [])
-    for start in range(0, len(pairs), _CHUNK):
-        chunk = pairs[start : start + _CHUNK]
-        encoded = (
-            tokenizer.encode_source([pair.source for pair in chunk], source_lang, target_lang)
-            if with_source
-            else [[]] * len(chunk),
-            tokenizer.encode_target([pair.target for pair in chunk], target_lang),
-        )
-        for side, counts, sentences in zip(sides, lengths, encoded, strict=True):
-            side.append(np.concatenate([np.asarray(ids, np.int32) for ids in sentences]))
-            counts += map(len, sentences)
-    flat = [np.concatenate(side) if side else np.zeros(0, np.int32) for side in sides]
-    ends = [np.concatenate([[0], np.cumsum(counts)]).astype(np.int64) for counts in lengths]
-    return Encoded(flat[0], ends[0], flat[1], ends[1], tokenizer.start_id)
-
-
 def train_data(
-    pairs: Sequence[Pair], tokenizer: Tokenizer, config: Config, row_multiple: int
+    corpus: Corpus, tokenizer: Tokenizer, config: Config, row_multiple: int
 ) -> TrainData:
-    """Encode, filter and plan the training pairs.
+    """Encode, or find what is encoded; filter; choose the shapes of batches.
 
     Args:
-        pairs: the training split.
+        corpus: the training pairs.
         tokenizer: its vocabulary gives the ids.
         config: limits, batch size and seed.
         row_multiple: devices that share a batch.
 
     Raises:
-        ConfigError: nothing is left to train on.
+        ConfigError: nothing is left to train on, or the devices do not divide the batches.
     """
     data = config.data
-    with_source = config.model.encoder_layers > 0
-    encoded = encode_pairs(pairs, tokenizer, with_source, data.source_lang, data.target_lang)
-    kept, dropped = keep(encoded.lengths, data.max_source_tokens, data.max_target_tokens)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-    report = f"kept {kept.sum()} of {len(pairs)} training pairs ({reasons})"
-    if not kept.any():
+    with_source, sampling = config.model.encoder_layers > 0, data.subword_sampling > 0
+    store = open_store(corpus, tokenizer, with_source, sampling, data.cache_dir)
+    kept, dropped = _filter(store, data)
+    total = len(store.identical)
+    always = ("empty", "too long")
+    shown = [f"{n} {reason}" for reason, n in dropped.items() if n or reason in always]
+    report = f"kept {len(kept)} of {total} training pairs ({', '.join(shown)})"
+    if not len(kept):
         raise ConfigError(f"--data.max-source-tokens, --data.max-target-tokens: {report}")
-    if kept.sum() < len(pairs) / 2:
+    if len(kept) < total / 2:
         logger.warning("less than half of the training pairs is left: %s", report)
-    encoded = _select(encoded, kept)
-    lengths = encoded.lengths
-    buckets = choose_buckets(lengths, data.num_buckets, data.global_batch_tokens, row_multiple)
-    plan = Plan(lengths, buckets, config.seed)
-    fill = _fill(lengths, plan)
-    shapes = " ".join(f"{b.rows}x({b.src_length}+{b.tgt_length})" for b in buckets)
-    report += f"; {plan.batches_per_epoch} batches an epoch, fill {fill:.1%}, shapes {shapes}"
-    return TrainData(encoded, plan, report)
-
-
-def train_batches(data: TrainData, first: int, stop: int) -> Iterator[Batch]:
-    """Batches `first` to `stop` of the run, made ahead in a thread of Grain's."""
-    import grain  # pulls in jax when that is installed, so not at the top
-
-    dataset = grain.MapDataset.range(first, stop).map(
-        lambda index: collate(data.encoded, *data.plan[int(index)])
+    lengths = _some_lengths(store.encoded, kept)
+    buckets = _shapes(lengths, data)
+    _check_rows(buckets, data, row_multiple)
+    longest = buckets[-1].src_length, buckets[-1].tgt_length
+    per_batch = data.global_batch_tokens / lengths.max(1).mean()
+    segment = max(_SEGMENT, int(_SEGMENT_BATCHES * per_batch))
+    made = TrainData(
+        encoded=store.encoded,
+        kept=kept,
+        order=_order(corpus, kept, config.seed),
+        buckets=buckets,
+        segment=-(-segment // _WINDOW) * _WINDOW,
+        config=config,
+        resampled=Resampled(store, tokenizer, corpus, config, longest) if sampling else None,
+        row_multiple=row_multiple,
+        dropped=dropped,
+        batches_per_epoch=0,
+        fill=0,
+        report=report,
     )
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    return iter(dataset.to_iter_dataset(options))
+    batches, fill = _measure(made)
+    shapes = " ".join(f"{b.rows}x({b.src_length}+{b.tgt_length})" for b in buckets)
+    report += f"; {batches:.0f} batches an epoch, fill {fill:.1%}, shapes {shapes}"
+    return made._replace(batches_per_epoch=batches, fill=fill, report=report)
+
+
+def planned(data: TrainData, position: Position) -> Iterator[Planned]:
+    """Batches from a position on, without end.
+
+    Raises:
+        ConfigError: no batch of this data ends at the position.
+    """
+    epoch, done = position
+    while done <= data.order.size:
+        count = done // data.segment * data.segment
+        for bucket, encoded, rows in _segment(data, epoch, count):
+            before, count = count, count + sum(map(len, rows))
+            if before < done < count:
+                break
+            if before == done:
+                done = count
+                yield _planned(bucket, encoded, rows, Position(epoch, count))
+        if count < done or count > done:
+            break
+        if done == data.order.size:
+            epoch, done = epoch + 1, 0
+    raise ConfigError(
+        f"--workdir: the run stands after {done} examples of epoch {epoch}, where no batch of "
+        "this data ends; allowed: the data and batch sizes that it was started with"
+    )
+
+
+def train_batches(
+    data: TrainData, position: Position, count: int, shard: tuple[int, int] = (0, 1)
+) -> Iterator[tuple[Batch, Position]]:
+    """The next `count` batches, made ahead in a thread, each with the position after it.
+
+    Args:
+        data: from train_data.
+        position: of the run, from its checkpoint.
+        count: number of batches.
+        shard: index and number of the shares into which the rows of each batch are cut; every
+            share has the same number of batches and of rows, some of them filler.
+    """
+    source = itertools.islice(planned(data, position), count)
+    return _ahead((_share(data, plan, shard), plan.after) for plan in source)
 
 
 def eval_batches(encoded: Encoded, batch_tokens: int, row_multiple: int) -> Iterator[Batch]:
@@ -103,23 +168,199 @@ def eval_batches(encoded: Encoded, batch_tokens: int, row_multiple: int) -> Iter
     if not len(lengths):
         return
     buckets = choose_buckets(lengths, 2, batch_tokens, row_multiple)
-    plan = Plan(lengths, buckets, seed=0)
-    for index in range(plan.batches_per_epoch):
-        yield collate(encoded, *plan[index])
+    for bucket, pairs in in_buckets(lengths, buckets):
+        yield collate(encoded, _filled(bucket, row_multiple), pairs)
 
 
-def _select(encoded: Encoded, kept: np.ndarray) -> Encoded:
-    if kept.all():
-        return encoded
-    result = []
-    for flat, ends in ((encoded.src_ids, encoded.src_ends), (encoded.tgt_ids, encoded.tgt_ends)):
-        lengths = np.diff(ends)
-        result += [flat[np.repeat(kept, lengths)], np.concatenate([[0], np.cumsum(lengths[kept])])]
-    return Encoded(result[0], result[1], result[2], result[3], encoded.start)
+def _filter(store: Store, config: DataConfig) -> tuple[np.ndarray, dict[str, int]]:
+    """Numbers of the pairs that stay, in a file that has no name, and what was dropped."""
+    off = np.zeros(0, bool)
+    repeated = repeats_of(store.hashes) if config.drop_duplicates else off
+    dropped: dict[str, int] = dict.fromkeys(REASONS, 0)
+    total = len(store.identical)
+    with tempfile.TemporaryFile() as file:  # the mapping outlives it
+        for start in range(0, total, _SEGMENT):
+            stop = min(start + _SEGMENT, total)
+            lengths = store.encoded.lengths_of(np.arange(start, stop))
+            seen = repeated[start:stop] if len(repeated) else np.zeros(len(lengths), bool)
+            kept, reasons = keep(Marks(lengths, store.identical[start:stop], seen), config)
+            file.write((np.flatnonzero(kept) + start).tobytes())
+            dropped = {reason: dropped[reason] + reasons[reason] for reason in REASONS}
+        file.flush()
+        if total == sum(dropped.values()):
+            return np.zeros(0, np.int64), dropped
+        return np.asarray(np.memmap(file, np.int64, "r")), dropped
 
 
-def _fill(lengths: np.ndarray, plan: Plan) -> float:
-    """Real source and target tokens over all slots of an epoch."""
-    shapes: list[Bucket] = [plan[i][0] for i in range(plan.batches_per_epoch)]
-    slots = sum(b.rows * (b.src_length + b.tgt_length) for b in shapes)
-    return float(lengths.sum()) / slots
+def _some_lengths(encoded: Encoded, kept: np.ndarray) -> np.ndarray:
+    """Lengths of pairs evenly spread over what is kept, and of the longest on each side."""
+    if len(kept) <= _LOOK:
+        return encoded.lengths_of(kept)
+    found = [encoded.lengths_of(kept[np.arange(_LOOK) * len(kept) // _LOOK])]
+    for start in range(0, len(kept), _SEGMENT):
+        lengths = encoded.lengths_of(kept[start : start + _SEGMENT])
+        found.append(lengths[lengths.argmax(0)])
+    return np.concatenate(found)
+
+
+def _shapes(lengths: np.ndarray, config: DataConfig) -> list[Bucket]:
+    tokens, multiple = config.global_batch_tokens, config.row_multiple
+    if config.batching == "packed":
+        length = config.packed_length or max(config.max_source_tokens, config.max_target_tokens)
+        return [packed_shape(lengths, length, tokens, multiple)]
+    if config.pairs_per_row == 1:
+        return choose_buckets(lengths, config.num_buckets, tokens, multiple)
+    most = config.pairs_per_row
+    return shared_shapes(lengths, config.num_buckets, tokens, multiple, most)
+
+
+def _check_rows(buckets: list[Bucket], config: DataConfig, row_multiple: int) -> None:
+    """Filler rows must not take more memory than the user has allowed for."""
+    for bucket in buckets:
+        longest = max(bucket.src_length, bucket.tgt_length)
+        if _filled(bucket, row_multiple).rows * longest <= config.global_batch_tokens:
+            continue
+        if bucket.rows < row_multiple:
+            raise ConfigError(
+                f"--data.global-batch-tokens: got {config.global_batch_tokens}, allowed: at least "
+                f"{row_multiple * longest}, a row of {longest} tokens for each of the "
+                f"{row_multiple} devices that share a batch"
+            )
+        raise ConfigError(
+            f"--data.row-multiple: got {config.row_multiple}, allowed: a multiple of the "
+            f"{row_multiple} devices that share a batch; filler rows would exceed "
+            f"--data.global-batch-tokens ({config.global_batch_tokens})"
+        )
+
+
+def _filled(bucket: Bucket, row_multiple: int) -> Bucket:
+    return bucket._replace(rows=-(-bucket.rows // row_multiple) * row_multiple)
+
+
+def _order(corpus: Corpus, kept: np.ndarray, seed: int) -> EpochOrder:
+    """The mixture of what is kept of each part; parts of which nothing is left have no share."""
+    ends = np.searchsorted(kept, np.cumsum([0] + [len(part.pairs) for part in corpus.parts]))
+    sizes = np.diff(ends).tolist()
+    left = [(size, part.weight) for size, part in zip(sizes, corpus.parts, strict=True) if size]
+    sizes, weights = [size for size, _ in left], [weight for _, weight in left]
+    return EpochOrder(sizes, repeats(sizes, weights if corpus.mixed else sizes), seed)
+
+
+_Rows = list[np.ndarray]
+
+
+def _segment(data: TrainData, epoch: int, begin: int) -> Iterator[tuple[Bucket, Encoded, _Rows]]:
+    """The batches of a segment: window by window, pairs become rows, and rows become batches as
+    soon as there are enough of one shape. What is left at its end moves up to wider shapes."""
+    end = min(begin + data.segment, data.order.size)
+    random = np.random.default_rng([data.config.seed, epoch, begin])
+    shapes = np.array([bucket[1:] for bucket in data.buckets])
+    waiting: list[_Rows] = [[] for _ in data.buckets]
+    drawn: dict[int, Sentences] = {}
+
+    def batch(shape: int, rows: _Rows) -> tuple[Bucket, Encoded, _Rows]:
+        if data.resampled is None:
+            return data.buckets[shape], data.encoded, rows
+        places = np.concatenate(rows).tolist()
+        own_ids = [drawn.pop(i) for i in places]
+        numbers = np.arange(len(places))
+        own = np.split(numbers, np.cumsum([len(row) for row in rows])[:-1])
+        return data.buckets[shape], as_encoded(own_ids, data.encoded.start), own
+
+    for start in range(begin, end, _WINDOW):
+        stop = min(start + _WINDOW, end)
+        pairs = data.kept[data.order.numbers(epoch, start, stop)]
+        if data.resampled is None:
+            lengths = data.encoded.lengths_of(pairs)
+        else:
+            sentences = data.resampled.draw(epoch, pairs)
+            pairs = np.arange(start, stop)
+            drawn.update(zip(pairs.tolist(), sentences, strict=True))
+            lengths = np.array([[len(side) for side in pair] for pair in sentences])
+        row_of, shape_of = pack(lengths, shapes, data.config.data.pairs_per_row)
+        counts = np.bincount(row_of, minlength=len(shape_of))
+        rows = np.split(pairs[np.argsort(row_of, kind="stable")], np.cumsum(counts)[:-1])
+        for row in random.permutation(len(rows)).tolist():
+            shape = int(shape_of[row])
+            waiting[shape].append(rows[row])
+            if len(waiting[shape]) == data.buckets[shape].rows:
+                yield batch(shape, waiting[shape])
+                waiting[shape] = []
+    left: _Rows = []
+    for shape, bucket in enumerate(data.buckets):
+        left += waiting[shape]
+        while len(left) >= bucket.rows:
+            yield batch(shape, left[: bucket.rows])
+            left = left[bucket.rows :]
+    if left:
+        yield batch(len(data.buckets) - 1, left)
+
+
+def _planned(bucket: Bucket, encoded: Encoded, rows: _Rows, after: Position) -> Planned:
+    number = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    return Planned(bucket, encoded, np.concatenate(rows), number, after)
+
+
+def _share(data: TrainData, plan: Planned, shard: tuple[int, int]) -> Batch:
+    """One shard's rows of a batch."""
+    index, count = shard
+    rows = _filled(plan.bucket, math.lcm(data.row_multiple, count)).rows // count
+    mine = slice(*np.searchsorted(plan.rows, [index * rows, (index + 1) * rows]))
+    one_a_row = data.config.data.pairs_per_row == 1 and data.config.data.batching == "bucketed"
+    place = plan.rows[mine] - index * rows
+    return collate(
+        plan.encoded,
+        plan.bucket._replace(rows=rows),
+        plan.pairs[mine],
+        None if one_a_row else place,
+    )
+
+
+def _measure(data: TrainData) -> tuple[float, float]:
+    """Batches an epoch and fill, from the first _LOOK examples of an epoch or so."""
+    stored = data._replace(resampled=None)
+    slots = tokens = batches = examples = 0
+    for bucket, encoded, rows in _segment(stored, 0, 0):
+        pairs = np.concatenate(rows)
+        tokens += int(encoded.lengths_of(pairs).sum())
+        slots += bucket.rows * (bucket.src_length + bucket.tgt_length)
+        batches, examples = batches + 1, examples + len(pairs)
+        if examples >= _LOOK:
+            break
+    return batches * data.order.size / examples, tokens / slots
+
+
+def _ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items, made in a thread before they are asked for; its errors are raised here."""
+    made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD)
+    stopped = threading.Event()
+
+    def put(item: Any, error: BaseException | None) -> bool:
+        while not stopped.is_set():
+            try:
+                made.put((item, error), timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for item in items:
+                if not put(item, None):
+                    return
+            put(None, StopIteration())
+        except BaseException as error:
+            put(None, error)
+
+    threading.Thread(target=work, daemon=True, name="batches").start()
+    try:
+        while True:
+            item, error = made.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stopped.set()

@@ -4,17 +4,34 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import sentencepiece
 
 from transformer_jax.config import ConfigError, TokenizerConfig
-from transformer_jax.data.pieces import EOS, OURS, PAD, START, UNK, Pieces, SpecialIds, clean
+from transformer_jax.data.pieces import (
+    EOS,
+    OURS,
+    PAD,
+    START,
+    UNK,
+    Pieces,
+    Sampled,
+    SpecialIds,
+    clean,
+)
 
 FORMAT_VERSION = 1
 _DESCRIPTION = "tokenizer.json"
+
+
+class Rows(Protocol):
+    """Rows of texts that can be counted and read again and again."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Sequence[str]]: ...
 
 
 class Tokenizer:
@@ -49,39 +66,32 @@ class Tokenizer:
         self._no_text = special.all | set(self.tags.values())
 
     @classmethod
-    def train(cls, pairs: Sequence[Sequence[str]], config: TokenizerConfig) -> "Tokenizer":
+    def train(
+        cls, pairs: Rows, config: TokenizerConfig, target_langs: Iterable[str] = ()
+    ) -> "Tokenizer":
         """Learn pieces from sentence pairs: from both sides, or from all texts of longer rows.
 
         Of more than sample_lines rows, as many are taken, evenly spread.
 
+        Args:
+            pairs: rows of texts.
+            config: size and kind of the vocabulary.
+            target_langs: each gets a tag, with which the source begins.
+
         Raises:
             ConfigError: the vocabulary size does not suit the text.
         """
-        count = min(len(pairs), config.sample_lines)
-        lines = (line for i in range(count) for line in pairs[i * len(pairs) // count])
-        model = io.BytesIO()
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=(clean(line) for line in lines),
-                model_writer=model,
-                model_type=config.kind,
-                vocab_size=config.vocab_size,
-                byte_fallback=config.byte_fallback,
-                split_digits=config.split_digits,
-                normalization_rule_name=config.normalization,
-                remove_extra_whitespaces=config.normalization != "identity",
-                character_coverage=1.0 if not config.byte_fallback else 0.9995,
-                pad_id=PAD,
-                eos_id=EOS,
-                unk_id=UNK,
-                bos_id=START,
-                num_threads=1,
-                max_sentence_length=16384,
-                minloglevel=2,
-            )
-        except RuntimeError as error:
-            raise ConfigError(_vocabulary_message(config, str(error))) from None
-        return cls(Pieces(model.getvalue()))
+        tags = [f"<2{lang}>" for lang in sorted(set(target_langs))]
+        if config.separate:
+            sides = [
+                _learn((row[side] for row in _spread(pairs, config.sample_lines)), config, tags)
+                for side in (0, 1)
+            ]
+        else:
+            rows = _spread(pairs, config.sample_lines)
+            sides = [_learn((text for row in rows for text in row), config, tags)]
+        source = sides[0]
+        return cls(source, sides[-1], {tag[2:-1]: source.number(tag) for tag in tags})
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -175,6 +185,7 @@ class Tokenizer:
         texts: Sequence[str],
         source_lang: str | None = None,
         target_lang: str | None = None,
+        sampled: Sampled | None = None,
     ) -> list[list[int]]:
         """Ids of each text, a tag first where there are tags, EOS last.
 
@@ -185,20 +196,23 @@ class Tokenizer:
         """
         if self.tag_place == "both":
             tag = self._tag(source_lang, "source_lang")
-            return [[*tag, *ids, self.eos_id] for ids in self.source.encode(texts)]
+            return [[*tag, *ids, self.eos_id] for ids in self.source.encode(texts, sampled)]
         cut = [self._own_tag(text) for text in texts]
-        encoded = self.source.encode([text for _, text in cut])
+        encoded = self.source.encode([text for _, text in cut], sampled)
         return [
             [*self._tag(own or target_lang, "target_lang"), *ids, self.eos_id]
             for (own, _), ids in zip(cut, encoded, strict=True)
         ]
 
     def encode_target(
-        self, texts: Sequence[str], target_lang: str | None = None
+        self,
+        texts: Sequence[str],
+        target_lang: str | None = None,
+        sampled: Sampled | None = None,
     ) -> list[list[int]]:
         """Ids of each text as the decoder is to write it, EOS last."""
         prefix = self.target_prefix(target_lang)
-        return [[*prefix, *ids, self.eos_id] for ids in self.target.encode(texts)]
+        return [[*prefix, *ids, self.eos_id] for ids in self.target.encode(texts, sampled)]
 
     def target_prefix(self, target_lang: str | None = None) -> list[int]:
         """Ids that every target begins with, forced in decoding."""
@@ -231,6 +245,56 @@ class Tokenizer:
     def _real(self, ids: Any) -> list[int]:
         values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         return [int(i) for i in values if i not in self._no_text and 0 <= i < self.vocab_size]
+
+
+def _spread(rows: Rows, most: int) -> Iterator[Sequence[str]]:
+    """At most so many rows, evenly spread, in one reading."""
+    total = len(rows)
+    count = min(total, most)
+    wanted = (i * total // count for i in range(count))
+    following = next(wanted, None)
+    for i, row in enumerate(rows):
+        if i == following:
+            yield row
+            following = next(wanted, None)
+
+
+def _learn(texts: Iterable[str], config: TokenizerConfig, tags: Sequence[str]) -> Pieces:
+    """A SentencePiece model of some texts; the tags are pieces that no text contains."""
+    model, failed = io.BytesIO(), []
+
+    def lines() -> Iterator[str]:
+        try:
+            yield from (clean(text) for text in texts)
+        except ConfigError as error:  # SentencePiece would make another error of it
+            failed.append(error)
+
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(),
+            model_writer=model,
+            model_type=config.kind,
+            vocab_size=config.vocab_size,
+            byte_fallback=config.byte_fallback,
+            split_digits=config.split_digits,
+            normalization_rule_name=config.normalization,
+            remove_extra_whitespaces=config.normalization != "identity",
+            character_coverage=1.0 if not config.byte_fallback else 0.9995,
+            control_symbols=list(tags),
+            pad_id=PAD,
+            eos_id=EOS,
+            unk_id=UNK,
+            bos_id=START,
+            num_threads=1,
+            max_sentence_length=16384,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        if not failed:
+            raise ConfigError(_vocabulary_message(config, str(error))) from None
+    if failed:
+        raise failed[0]
+    return Pieces(model.getvalue())
 
 
 def _read(directory: Path) -> dict[str, bytes]:

@@ -11,10 +11,11 @@ import optax
 from jax.sharding import Mesh
 
 from transformer_jax.checkpoint import Checkpoints, steps_of
-from transformer_jax.config import Config
+from transformer_jax.config import Config, ConfigError
 from transformer_jax.data.batching import Encoded
-from transformer_jax.data.pipeline import TrainData, encode_pairs, train_batches, train_data
+from transformer_jax.data.pipeline import Position, TrainData, train_batches, train_data
 from transformer_jax.data.sources import Splits, load_splits
+from transformer_jax.data.store import encode_pairs
 from transformer_jax.decode.translator import Translator
 from transformer_jax.evaluate import bleu_of, token_loss, translation_quality
 from transformer_jax.model import Model
@@ -100,6 +101,7 @@ class _Run:
         config = self.config
         try:
             state, first = self._start_state()
+            start = position = self._start_position(first)
             step_fn = compile_train_step(
                 self.model, self.optimizer, config, self.mesh, self.abstract
             )
@@ -108,9 +110,10 @@ class _Run:
             with Progress(first, last) as progress:
                 if self._evaluation_due(first) and not log.holds(first, "valid"):
                     # The run was stopped right after this step.
-                    self._save(first, state, self._evaluate(first, state.params, log, progress))
+                    values = self._evaluate(first, state.params, log, progress)
+                    self._save(first, state, values, position)
                 window = Window(learning_rate(config))
-                for step, batch in self._batches(first):
+                for step, batch, position in self._batches(first, start):
                     state, metrics = step_fn(state, batch)
                     window.add(metrics)
                     done = step + 1
@@ -129,7 +132,7 @@ class _Run:
                         or stopping
                         or _due(done, config.train.checkpoint_every_steps, last)
                     ):
-                        self._save(done, state, evaluated)
+                        self._save(done, state, evaluated, position)
                     if stopping:
                         logger.info("stopped by a signal after step %d, saved", done)
                         return
@@ -156,12 +159,22 @@ class _Run:
             state = state._replace(params=params)
         return state, 0
 
-    def _batches(self, first: int) -> Iterator[tuple[int, Any]]:
-        """Batches on the devices, numbered by the step that takes them."""
+    def _start_position(self, first: int) -> Position:
+        """Where the saved run stands in its data."""
+        saved = self.checkpoints.data_position(first) if first else {}
+        if first and not saved:
+            raise ConfigError(
+                f"--workdir: {self.run_dir}: step {first} was saved without its place in the data; "
+                "allowed: a new run, which may start from it with --train.init-from"
+            )
+        return Position(**saved)
+
+    def _batches(self, first: int, start: Position) -> Iterator[tuple[int, Any, Position]]:
+        """Batches on the devices, numbered by the step that takes them, and what comes after."""
         steps = range(first, self.config.train.steps)
-        batches = train_batches(self.data, first, self.config.train.steps)
-        for step, batch in zip(steps, batches, strict=True):
-            yield step, put_batch(self.mesh, batch)
+        batches = train_batches(self.data, start, len(steps))
+        for step, (batch, position) in zip(steps, batches, strict=True):
+            yield step, put_batch(self.mesh, batch), position
 
     def _evaluation_due(self, step: int) -> bool:
         train = self.config.train
@@ -186,14 +199,20 @@ class _Run:
         progress.note(step, values)
         return values
 
-    def _save(self, step: int, state: TrainState, metrics: dict[str, float] | None) -> None:
+    def _save(
+        self,
+        step: int,
+        state: TrainState,
+        metrics: dict[str, float] | None,
+        position: Position,
+    ) -> None:
         if not np.isfinite(jax.device_get(optax.tree.norm(state.params))):
             raise FloatingPointError(
                 f"step {step}: parameters are not finite; the last good checkpoint is "
                 f"step {self.checkpoints.latest_step} in {self.run_dir}"
             )
         items = {"params": state.params, "opt_state": state.opt_state}
-        self.checkpoints.save(step, items, metrics)
+        self.checkpoints.save(step, items, metrics, position._asdict())
 
 
 def _due(step: int, every: int, last: int) -> bool:

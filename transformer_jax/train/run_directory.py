@@ -2,15 +2,14 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformer_jax import config as configs
 from transformer_jax.checkpoint import find_step, load_params, steps_of
 from transformer_jax.config import Config, ConfigError
+from transformer_jax.data.sources import Corpus
 from transformer_jax.data.tokenizer import Tokenizer
-from transformer_jax.types import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +21,7 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer
 
 
-def open_run_directory(config: Config, run_dir: Path, pairs: Sequence[Pair]) -> Opened:
+def open_run_directory(config: Config, run_dir: Path, pairs: Corpus) -> Opened:
     """Config and tokenizer of a run: those that are there, if they fit this config, or new ones.
 
     Args:
@@ -51,7 +50,7 @@ def open_run_directory(config: Config, run_dir: Path, pairs: Sequence[Pair]) -> 
         tokenizer = Tokenizer.load(Path(config.train.init_from) / "tokenizer")
     else:
         logger.info("training the tokenizer")
-        tokenizer = Tokenizer.train(pairs, config.tokenizer)
+        tokenizer = Tokenizer.train(pairs, config.tokenizer, config.data.train_target_langs)
     config = _with_vocabulary(config, tokenizer)
     tokenizer.save(run_dir / "tokenizer")
     return Opened(config, tokenizer)
@@ -85,5 +84,15 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
             f"--model.vocab-size: got {size}, allowed: 0 or at least {tokenizer.vocab_size}, "
             "the number of pieces of the tokenizer"
         )
-    model = dataclasses.replace(config.model, vocab_size=size or tokenizer.vocab_size)
+    source_size = config.model.source_vocab_size
+    if tokenizer.source is not tokenizer.target:
+        source_size = source_size or tokenizer.source_vocab_size
+    if 0 < source_size < tokenizer.source_vocab_size:
+        raise ConfigError(
+            f"--model.source-vocab-size: got {source_size}, allowed: 0 or at least "
+            f"{tokenizer.source_vocab_size}, the number of source pieces of the tokenizer"
+        )
+    model = dataclasses.replace(
+        config.model, vocab_size=size or tokenizer.vocab_size, source_vocab_size=source_size
+    )
     return dataclasses.replace(config, model=model)
