@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from transformer_jax.config import ConfigError, DataConfig
+from transformer_jax.data import prepared
 from transformer_jax.data.files import read_lines, read_parallel
 from transformer_jax.data.sources import load_splits
 from transformer_jax.data.tokenizer import clean
@@ -206,6 +209,37 @@ PREPARE = """
 """
 
 
+# The official builder reads files of WMT's own formats from disk instead of from the network.
+PREPARE_WMT = """
+    import sys
+    from pathlib import Path
+
+    import tensorflow_datasets as tfds
+    import tree
+    from tensorflow_datasets.translate import wmt
+
+    name, options = "wmt14_translate/de-en", {"file_format": "array_record"}
+    builder = tfds.builder(name, data_dir=sys.argv[1], **options)
+    root = Path(sys.argv[1]) / "as downloaded"
+    for split, subsets in builder.subsets.items():
+        for name in subsets:
+            for lang, path in zip(("de", "en"), wmt.DATASET_MAP[name].get_path("de")):
+                path = root / path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lines = [f"{split} {lang} {name} {i}" for i in range(3)]
+                if path.name.endswith(".sgm"):
+                    lines = [f'<seg id="{i}">{line}</seg>' for i, line in enumerate(lines, 1)]
+                path.write_text("\\n".join(lines) + "\\n", encoding="utf-8")
+
+    def local(self, urls):
+        return tree.map_structure(lambda url: str(root), urls)
+
+    tfds.download.DownloadManager.download_and_extract = local
+    builder.download_and_prepare()
+    print({split: info.num_examples for split, info in builder.info.splits.items()})
+"""
+
+
 @pytest.fixture(scope="module")
 def tfds_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A data set on disk, prepared by another process: this one knows only the files."""
@@ -247,6 +281,44 @@ def test_tfds_sides_and_parts_of_splits(tfds_dir: str):
     assert splits.test == {}
 
 
+def test_the_official_wmt_builder_without_network(tmp_path: Path):
+    """Bug: F139, F141: WMT needs the network although it is prepared, or TensorFlow; the direction
+    is that of the name instead of that of the features."""
+    command = [sys.executable, "-c", textwrap.dedent(PREPARE_WMT), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    splits = load_splits(
+        DataConfig(
+            source="tfds",
+            tfds_name="wmt14_translate/de-en",
+            tfds_dir=str(tmp_path),
+            source_lang="en",
+            target_lang="de",
+        )
+    )
+    train = list(splits.train)
+    assert len(train) == 9, "Europarl, Common Crawl and News Commentary, three lines each"
+    for source, target in (*train, *splits.valid["valid"], *splits.test["test"]):
+        assert source.split()[1] == "en" and target.split()[1] == "de"
+        assert source.split()[2:] == target.split()[2:]
+    assert "newstest2014" in splits.test["test"][0].source
+    assert "tensorflow" not in sys.modules
+
+
+def test_without_network_the_answer_comes_at_once(tfds_dir: str, monkeypatch: pytest.MonkeyPatch):
+    """Bug: F139: TFDS tries for minutes before it says that there is no network."""
+    import tensorflow_datasets as tfds
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr(urllib.request, "urlopen", unreachable)
+    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", None)
+    said = refusal(load_splits, tfds_config(tfds_dir, tfds_name="wmt14_translate/de-en"))
+    assert "is not prepared in " in said and "on a machine with network run python -c" in said
+    assert len(load_splits(tfds_config(tfds_dir)).train) == 20, "what is prepared needs none"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -274,6 +346,7 @@ def test_a_data_set_that_cannot_be_downloaded_says_how_to_prepare_it(
     def no_network(self, **_):
         raise ConnectionError("Max retries exceeded\nwith url")
 
+    monkeypatch.setattr(prepared, "_network", lambda: True)
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", no_network)
     said = refusal(load_splits, tfds_config(tfds_dir, tfds_name="wmt14_translate/de-en"))
     assert "wmt14_translate/de-en is not prepared in " in said and tfds_dir in said
