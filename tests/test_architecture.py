@@ -38,7 +38,8 @@ FLOORS: dict[str, int] = {
 ORDER: dict[str, list[str]] = {
     "data": [
         *["pieces", "tokenizer", "catalogues", "cldr", "embedded", "files", "prepared"],
-        *["sources", "order", "filters", "batching", "packing", "store", "sampling", "pipeline"],
+        *["sources", "order", "filters", "batching", "packing", "alignment"],
+        *["store", "sampling", "pipeline"],
     ],
     "model": [
         *["masks", "dropout", "positions", "blockwise", "linear"],

@@ -1,6 +1,7 @@
 """Parallel text on disk: plain or compressed, two files side by side or one with two columns."""
 
 import bz2
+import codecs
 import glob
 import gzip
 import hashlib
@@ -42,13 +43,22 @@ def read_lines(path: str | Path | int) -> Iterator[str]:
 
 
 def count_lines(path: str) -> int:
-    """Number of lines that read_lines would give, without decoding them."""
+    """Number of lines that read_lines would give, all of which can be decoded.
+
+    Raises:
+        ConfigError: as read_lines.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
     count, last = 0, b"\n"
     try:
         with _open(path) as file:
             while block := file.read(_BLOCK):
+                decoder.decode(block)
                 count += block.count(b"\n")
                 last = block[-1:]
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:  # it does not know the line
+        return sum(1 for _ in read_lines(path))
     except _unreadable() as error:
         raise ConfigError(f"{path}: cannot be read: {_reason(error)}") from None
     return count + (last != b"\n")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transformer_jax.config import Config, ConfigError, DataConfig
+from transformer_jax.data.alignment import shifted_stretches
 from transformer_jax.data.batching import Bucket, Encoded, choose_buckets, collate, in_buckets
 from transformer_jax.data.filters import REASONS, Marks, keep, repeats_of
 from transformer_jax.data.order import EpochOrder, repeats
@@ -94,6 +95,7 @@ def train_data(
         raise ConfigError(f"--data.max-source-tokens, --data.max-target-tokens: {report}")
     if len(kept) < total / 2:
         logger.warning("less than half of the training pairs is left: %s", report)
+    warn_if_shifted("training", store.encoded)
     lengths = _some_lengths(store.encoded, kept)
     buckets = _shapes(lengths, data)
     _check_rows(buckets, data, row_multiple)
@@ -160,6 +162,20 @@ def train_batches(
     """
     source = itertools.islice(planned(data, position), count)
     return _ahead((_share(data, plan, shard), plan.after) for plan in source)
+
+
+def warn_if_shifted(name: str, encoded: Encoded) -> None:
+    """Say where source and target seem to be shifted by a line: the pairs are used as they are."""
+    if not len(encoded.src_ids):
+        return
+    for start in range(0, len(encoded.src_ends) - 1, _SEGMENT):
+        stop = min(start + _SEGMENT, len(encoded.src_ends) - 1)
+        for first, last in shifted_stretches(encoded.lengths_of(np.arange(start, stop))):
+            logger.warning(
+                "%s pairs %d to %d: by their lengths, source and target seem to be shifted "
+                "against each other by a line",
+                *(name, start + first, start + last),
+            )
 
 
 def eval_batches(encoded: Encoded, batch_tokens: int, row_multiple: int) -> Iterator[Batch]:

@@ -13,7 +13,13 @@ from jax.sharding import Mesh
 from transformer_jax.checkpoint import Checkpoints, steps_of
 from transformer_jax.config import Config, ConfigError
 from transformer_jax.data.batching import Encoded
-from transformer_jax.data.pipeline import Position, TrainData, train_batches, train_data
+from transformer_jax.data.pipeline import (
+    Position,
+    TrainData,
+    train_batches,
+    train_data,
+    warn_if_shifted,
+)
 from transformer_jax.data.sources import Splits, load_splits
 from transformer_jax.data.store import encode_pairs
 from transformer_jax.decode.translator import Translator
@@ -85,6 +91,7 @@ class _Run:
         self.valid: list[Pair] = [pair for part in self.splits.valid.values() for pair in part]
         langs = (config.data.source_lang, config.data.target_lang)
         self.valid_encoded: Encoded = encode_pairs(self.valid, self.tokenizer, with_source, *langs)
+        warn_if_shifted("validation", self.valid_encoded)
         self.checkpoints = Checkpoints(
             run_dir,
             keep_latest=config.train.keep_checkpoints,
