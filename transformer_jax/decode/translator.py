@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from transformer_jax.model import Model
 from transformer_jax.types import Batch, SamplingOptions, Score, Translation
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # Languages whose sentences follow each other without a space.
 _WITHOUT_SPACES = ("zh", "ja", "th", "lo", "km", "my")
@@ -147,31 +148,30 @@ class Translator:
         """
         _require_list("texts", texts)
         c = self.config.decode
-        beam_size = c.beam_size if beam_size is None else beam_size
-        extra = c.max_extra_tokens if max_extra_tokens is None else max_extra_tokens
-        longest = max_source_tokens
-        if longest is None:
-            longest = self.config.data.max_source_tokens
+        beam_size = _given(beam_size, c.beam_size)
+        extra = _given(max_extra_tokens, c.max_extra_tokens)
+        longest = _given(max_source_tokens, self.config.data.max_source_tokens)
         for name, value, least in (
             ("beam_size", beam_size, 1),
+            ("num_hypotheses", num_hypotheses, 1),
             ("max_extra_tokens", extra, 0),
             ("max_source_tokens", longest, 2),  # one piece and EOS
             ("min_length", min_length, 0),
             ("no_repeat_ngram", no_repeat_ngram, 0),
         ):
             _require_least(name, value, least)
+        if split and attention:
+            raise ConfigError("attention: got True with split, allowed: one of them")
+        eos_id, seed = self.tokenizer.eos_id, 0
         if sampling is not None:
-            search, seed = _sampling(sampling, num_hypotheses, min_length, self.tokenizer.eos_id)
+            search, seed = _sampling(sampling, num_hypotheses, min_length, eos_id)
+        elif num_hypotheses > beam_size:
+            raise ConfigError(f"num_hypotheses: got {num_hypotheses}, allowed: 1 to {beam_size}")
         else:
-            seed = 0
-            if not 1 <= num_hypotheses <= beam_size:
-                raise ConfigError(
-                    f"num_hypotheses: got {num_hypotheses}, allowed: 1 to {beam_size}"
-                )
             search = BeamSearch(
                 beam_size,
-                self.tokenizer.eos_id,
-                length_penalty=c.length_penalty if length_penalty is None else length_penalty,
+                eos_id,
+                length_penalty=_given(length_penalty, c.length_penalty),
                 length_penalty_form=length_penalty_form or c.length_penalty_form,
                 num_hypotheses=num_hypotheses,
                 min_length=min_length,
@@ -179,8 +179,6 @@ class Translator:
                 rule=rule or c.rule,
             )
         langs = self._languages(source_lang, target_lang)
-        if split and attention:
-            raise ConfigError("attention: got True with split, allowed: one of them")
         fits = lambda part: (
             len(part.encode()) < longest - 1  # a tag, EOS
             or len(self.tokenizer.encode_source([part], *langs)[0]) <= longest
@@ -200,8 +198,7 @@ class Translator:
             begin, prefixes[i] = prefixes[i], tag  # of a text in parts the first has the prefix
             limit = max(len(sources[k]) + extra, len(begin) + 1)
             requests.append(Request(sources[k], limit, begin, seed + first_line - 1 + i))
-        batch_tokens = c.batch_tokens if batch_tokens is None else batch_tokens
-        found = self._engine.decode(search, requests, batch_tokens)
+        found = self._engine.decode(search, requests, _given(batch_tokens, c.batch_tokens))
         of_text: list[list[list[Translation]]] = [[] for _ in texts]
         for k, hypotheses in zip(full, found, strict=True):
             some = [self._translation(h, cut[k]) for h in hypotheses]
@@ -213,7 +210,7 @@ class Translator:
                     for t, h in zip(some, hypotheses, strict=True)
                 ]
             of_text[owner[k]].append(some)
-        space = "" if self.config.data.target_lang in _WITHOUT_SPACES else " "
+        space = "" if langs[1] in _WITHOUT_SPACES else " "
         return [_joined(some, space) for some in of_text]
 
     def score(
@@ -309,7 +306,6 @@ def _sampling(
     given: SamplingOptions | Mapping[str, Any], draws: int, min_length: int, eos_id: int
 ) -> tuple[Sampling, int]:
     """The sampler and the seed."""
-    _require_least("num_hypotheses", draws, 1)
     if isinstance(given, Mapping):
         unknown = set(given) - set(SamplingOptions._fields)
         if unknown:
@@ -356,6 +352,11 @@ def _most_alike_first(hypotheses: list[Translation]) -> list[Translation]:
     gain = [sum(metric.sentence_score(text, [other]).score for other in texts) for text in texts]
     order = sorted(range(len(texts)), key=lambda i: -gain[i])
     return [hypotheses[i] for i in order]
+
+
+def _given(value: _T | None, default: _T) -> _T:
+    """A keyword, or what the config has in its place; 0 is a value."""
+    return default if value is None else value
 
 
 def _require_list(name: str, texts: Sequence[str]) -> None:
