@@ -18,6 +18,7 @@ FLOORS: dict[str, int] = {
     "types": 0,
     "runtime": 1,
     "sharding": 1,
+    "processes": 2,
     "data": 1,
     "checkpoint": 2,
     "model": 2,
@@ -47,6 +48,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "train": [
         *["loss", "optimizer", "state", "step", "metrics", "stop", "run_directory"],
+        *["evidence"],
         *["report", "loop"],
     ],
     "decode": [

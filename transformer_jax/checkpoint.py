@@ -4,8 +4,10 @@ A run directory holds config.json, tokenizer/ and checkpoints/STEP/. Reading par
 optimizer: the items are read by name.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 from transformer_jax.config import ConfigError
 
 FORMAT_VERSION = 1
+_SAVE_TIMEOUT_SECS = 600
 AVERAGE = "average"
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,7 @@ class Checkpoints:
         run_dir: the run directory; made absolute.
         keep_latest: how many of the latest steps stay.
         keep_best: how many of the best steps stay besides.
+        keep_every: steps divisible by this stay for ever; 0: none.
         best_metric: "bleu" (highest) or "loss" (lowest) of the metrics that came with a save.
         fingerprint: hash of the tokenizer, saved with each step and compared when reading.
     """
@@ -38,21 +42,30 @@ class Checkpoints:
         keep_best: int,
         best_metric: str,
         fingerprint: str,
+        keep_every: int = 0,
     ) -> None:
         policies = ocp.training.preservation_policies
         self._run_dir, self._fingerprint = run_dir, fingerprint
-        _set_aside_broken(checkpoint_root(run_dir))
+        if jax.process_index() == 0:
+            _set_aside_broken(checkpoint_root(run_dir))
         latest = policies.LatestN(keep_latest)
         best = policies.BestN(
             get_metric_fn=_goodness(best_metric),
             n=keep_best,
             keep_checkpoints_without_metrics=False,
         )
+        kept = [latest, best, *([policies.EveryNSteps(keep_every)] if keep_every else [])]
         self._checkpointer = ocp.training.Checkpointer(
             str(checkpoint_root(run_dir)),
             save_decision_policy=_Always(),
-            preservation_policy=cast(Any, policies.AnyPreservationPolicy([latest, best])),
+            preservation_policy=cast(Any, policies.AnyPreservationPolicy(kept)),
             cleanup_tmp_directories=True,
+            # A directory that cannot be made is said at once, and a disk that hangs is given up.
+            context=ocp.Context(
+                async_options=ocp.options.AsyncOptions(
+                    timeout_secs=_SAVE_TIMEOUT_SECS, create_directories_asynchronously=False
+                )
+            ),
         )
 
     def save(
@@ -69,6 +82,9 @@ class Checkpoints:
             items: trees by name.
             metrics: of this step, to find the best.
             data_position: global counts that say where the run stands in its data.
+
+        Raises:
+            SaveError: this save, or one before it, cannot be written.
         """
         metadata = {
             "data_position": data_position,
@@ -76,14 +92,54 @@ class Checkpoints:
             "tokenizer": self._fingerprint,
             "metrics": metrics,
         }
-        self._checkpointer.save_checkpointables_async(
-            step,
-            dict(items),  # Orbax adds to it
-            force=True,
-            overwrite=True,
-            metrics=cast(Any, metrics),
-            custom_metadata=cast(Any, metadata),
-        )
+        with self._said(f"step {step}"):
+            self._checkpointer.save_checkpointables_async(
+                step,
+                dict(items),  # Orbax adds to it
+                force=True,
+                overwrite=True,
+                metrics=cast(Any, metrics),
+                custom_metadata=cast(Any, metadata),
+            )
+
+    def wait(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            SaveError: something cannot be.
+        """
+        with self._said("the last step"):
+            self._checkpointer.wait()
+
+    def require_space(self, state_bytes: int, steps_kept: int) -> None:
+        """Ask the disk for room before the first step is made.
+
+        Args:
+            state_bytes: size of one checkpoint.
+            steps_kept: how many stay at a time; one more is being written.
+
+        Raises:
+            ConfigError: not even two fit.
+        """
+        root = checkpoint_root(self._run_dir)
+        free = shutil.disk_usage(root if root.exists() else root.parent).free
+        sizes = f"{free / 1e9:.2f} GB free, {state_bytes / 1e9:.2f} GB a checkpoint"
+        if free < 2 * state_bytes:
+            raise ConfigError(f"--workdir: {self._run_dir}: got {sizes}, allowed: room for two")
+        if free < (steps_kept + 1) * state_bytes:
+            logger.warning("%s: %s: room for fewer than %d", self._run_dir, sizes, steps_kept + 1)
+
+    @contextlib.contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        """Errors of Orbax, of whatever kind, as one that says what is safe."""
+        try:
+            yield
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise SaveError(
+                f"{checkpoint_root(self._run_dir)}: {what} cannot be written: {said}; "
+                f"the last good checkpoint is step {self.latest_step}"
+            ) from error
 
     @property
     def latest_step(self) -> int | None:
@@ -102,8 +158,15 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait until everything is written; errors of the background surface here."""
-        self._checkpointer.wait()
-        self._checkpointer.close()
+        try:
+            self.wait()
+        finally:
+            with contextlib.suppress(Exception):  # said already
+                self._checkpointer.close()
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written."""
 
 
 class _Always:
@@ -114,8 +177,20 @@ class _Always:
 
 
 def checkpoint_root(run_dir: Path) -> Path:
-    """Absolute path of a run's checkpoints."""
-    return Path(run_dir).expanduser().absolute() / "checkpoints"
+    """Absolute path of a run's checkpoints.
+
+    Raises:
+        ConfigError: the path cannot be said in UTF-8, as TensorStore wants it.
+    """
+    root = Path(run_dir).expanduser().absolute() / "checkpoints"
+    try:
+        str(root).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"--workdir: got {str(run_dir)!a}, which this locale cannot read; "
+            "allowed: a path in ASCII, or a UTF-8 locale (and PYTHONUTF8 not 0)"
+        ) from None
+    return root
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -211,15 +286,18 @@ def _step_paths(root: Path) -> list[Path]:
 
 def _whole(path: Path) -> bool:
     """Orbax renames a directory when it is complete, and writes this file before."""
-    return not path.name.startswith("0") and (path / "_CHECKPOINT_METADATA").is_file()
+    plain = path.name == str(int(path.name))
+    return plain and (path / "_CHECKPOINT_METADATA").is_file()
 
 
 def _set_aside_broken(root: Path) -> None:
     """Rename what a broken copy or deletion left: Orbax would count it and delete others for it."""
     for path in _step_paths(root):
         if not _whole(path):
-            logger.warning("%s is not a whole checkpoint, renamed to %s.broken", path, path.name)
-            path.rename(path.with_name(f"{path.name}.broken"))
+            taken = sum(1 for other in root.glob(f"{path.name}.broken*"))
+            aside = path.with_name(f"{path.name}.broken{taken or ''}")
+            logger.warning("%s is not a whole checkpoint, renamed to %s", path, aside.name)
+            path.rename(aside)
 
 
 def _metadata(path: Path) -> dict[str, Any]:

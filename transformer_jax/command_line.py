@@ -36,7 +36,12 @@ def load_config_file(spec: str) -> Config:
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ConfigError(f"--config: {error.filename}:{error.lineno}: {error.msg}") from None
+    except ImportError as error:
+        raise ConfigError(f"--config: {name}: {error}") from None
     if not hasattr(module, "get_config"):
         raise ConfigError(f"--config: {name}: has no function get_config")
     arguments = [argument] if argument else []
@@ -84,14 +89,15 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
-    except FloatingPointError as error:  # training or a model went wrong, and says so in words
+    except BrokenPipeError:  # the reader of our output has gone
+        code = 0
+        sys.stderr.close()
+    except (FloatingPointError, MemoryError, OSError) as error:
+        # Training, a model, a device or a disk went wrong, and says so in words.
         print(f"error: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # the reader of our output has gone
-        code = 0
-        sys.stderr.close()
     sys.exit(code or 0)
 
 

@@ -202,19 +202,22 @@ class DataConfig:
 class OptimizerConfig:
     """Section 5.3 of the paper."""
 
-    name: Literal["adam", "adamw", "muon"] = "adam"
+    name: Literal["adam", "adamw", "adafactor", "lion", "muon"] = "adam"
     """Optax optimizer."""
     b1: float = 0.9
     b2: float = 0.98
     epsilon: float = 1e-9
     weight_decay: float = 0.0
-    """adamw only."""
-    schedule: Literal["noam", "cosine", "constant"] = "noam"
-    """noam: factor * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5)."""
+    """All but adam."""
+    schedule: Literal["noam", "rsqrt", "cosine", "wsd", "constant"] = "noam"
+    """noam: factor * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5); rsqrt: the same curve by
+    its peak; cosine: to 0; wsd: constant, then a line to 0."""
     learning_rate: float = 1.0
     """noam: the factor; otherwise the peak learning rate."""
     warmup_steps: int = 4000
     """Linear warm-up."""
+    decay_share: float = 0.1
+    """wsd: last share of the steps, in which the rate falls."""
     clip_norm: float = 0.0
     """Clip the global gradient norm to this; 0: never."""
 
@@ -241,6 +244,13 @@ class TrainConfig:
     """Best checkpoints kept besides."""
     best_metric: Literal["bleu", "loss"] = "loss"
     """What best means: highest validation BLEU or lowest validation loss."""
+    keep_every_steps: int = 0
+    """Checkpoints of every so many steps stay for ever; 0: none."""
+    patience: int = 0
+    """Stop after so many evaluations in a row without a new best; 0: never."""
+    ema_decay: float = 0.0
+    """Average the parameters, old ones weighted by this at each step; the average is what is
+    evaluated and what a checkpoint gives. 0: the parameters themselves."""
     log_every_steps: int = 50
     """Lines in metrics.jsonl and TensorBoard."""
     init_from: str = ""
@@ -298,6 +308,9 @@ RESUMABLE = (
     "train.keep_checkpoints",
     "train.keep_best",
     "train.best_metric",
+    "train.keep_every_steps",
+    "train.patience",
+    "train.micro_batches",
     "train.log_every_steps",
     "model.attention_implementation",
     "model.layers",
@@ -322,7 +335,8 @@ _NOT_NEGATIVE = {
     "model": "vocab_size source_vocab_size encoder_layers d_k d_v num_kv_heads "
     "attention_window position_offset",
     "data": "cldr_train_pairs max_length_ratio pairs_per_row packed_length",
-    "train": "eval_every_steps eval_bleu_sentences checkpoint_every_steps keep_best",
+    "train": "eval_every_steps eval_bleu_sentences checkpoint_every_steps keep_best "
+    "keep_every_steps patience",
     "optimizer": "learning_rate warmup_steps clip_norm weight_decay",
     "decode": "max_extra_tokens",
 }
@@ -330,7 +344,7 @@ _BELOW_ONE = {
     "model": "dropout embedding_dropout attention_dropout activation_dropout",
     "optimizer": "b1 b2",
     "data": "subword_sampling",
-    "train": "label_smoothing",
+    "train": "label_smoothing ema_decay",
 }
 
 
@@ -363,6 +377,12 @@ def check(config: Config) -> Config:
         require(value_of(path) >= 0, path, "0 or more")
     for path in _paths(_BELOW_ONE):
         require(0 <= value_of(path) < 1, path, "0 up to, not including, 1")
+    require(0 < config.optimizer.decay_share <= 1, "optimizer.decay_share", "above 0, up to 1")
+    if config.train.best_metric == "bleu" and config.train.patience:
+        some = config.train.eval_bleu_sentences > 0 and model.encoder_layers > 0
+        require(
+            some, "train.patience", "0, or --train.best-metric loss, since BLEU is not measured"
+        )
     if not (model.d_k and model.d_v):
         require(
             model.d_model % model.num_heads == 0,

@@ -113,10 +113,12 @@ def plan(config: Config, topology_text: str = "", mfu: float = 0.4) -> dict[str,
     mesh = AbstractMesh(tuple(mesh_sizes(config.mesh, topology.devices)), MESH_AXES)
     hardware, shards = topology.hardware, batch_shards(mesh)
     shape = longest_shape(config, shards * config.train.micro_batches)
-    state = abstract_state(Model(config.model), make_optimizer(config), mesh)
+    state = abstract_state(
+        Model(config.model), make_optimizer(config), mesh, config.train.ema_decay > 0
+    )
     memory = {
         "parameters": _shard_bytes(state.params),
-        "optimizer": _shard_bytes(state.opt_state),
+        "optimizer": _shard_bytes((state.opt_state, state.average)),
         "gradients": _shard_bytes(state.params) * (2 if config.train.micro_batches > 1 else 1),
         **_activations(config, shape, shards),
     }

@@ -1,13 +1,17 @@
 """What JAX runs on: the line that names it, and the cache of compiled programs."""
 
+import contextlib
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jaxlib.version
 from jax.sharding import Mesh
+
+from transformer_jax.config import Config
 
 # Programs that compile faster than this are not worth a file.
 _LEAST_COMPILE_SECS = 0.5
@@ -50,6 +54,28 @@ def describe(mesh: Mesh) -> str:
         f"{jax.default_backend()}: {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {shape}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
     )
+
+
+@contextlib.contextmanager
+def enough_memory(config: Config) -> Iterator[None]:
+    """While a run trains: a device that is too small is said with what would need less.
+
+    Raises:
+        MemoryError: with all that the device has said.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+            raise
+        train, data = config.train, config.data
+        raise MemoryError(
+            f"{error}\nThe device has too little memory. What needs less, at the same result: "
+            f"--train.micro-batches (now {train.micro_batches}), --model.remat dots or full (now "
+            f"{config.model.remat}), more --mesh.fsdp. Otherwise: --data.global-batch-tokens (now "
+            f"{data.global_batch_tokens}), --data.max-source-tokens, --data.max-target-tokens, "
+            "--model.dtype bfloat16. python -m transformer_jax plan says how much."
+        ) from error
 
 
 def _processor() -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from transformer_jax.config import ConfigError, MeshConfig
 from transformer_jax.types import Batch
@@ -119,6 +119,15 @@ def param_shardings(mesh: Mesh | AbstractMesh, logical_axes: Any, shapes: Any) -
     return jax.tree.map(spread, logical_axes, shapes, is_leaf=is_spec)
 
 
+def put(x: Any, sharding: Sharding) -> jax.Array:
+    """A host array that every process holds, as one global array: each gives its own part."""
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
+
+
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
     """A host batch as global arrays, rows spread over the devices."""
-    return jax.device_put(batch, batch_sharding(mesh))
+    if jax.process_count() == 1:  # all arrays in one call
+        return jax.device_put(batch, batch_sharding(mesh))
+    return jax.tree.map(lambda x: put(x, batch_sharding(mesh)), batch)

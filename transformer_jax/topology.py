@@ -124,7 +124,7 @@ def compile_for(config: Config, topology: Topology, shape: tuple[int, int, int])
     """
     mesh = tpu_mesh(config, topology)
     model, optimizer = Model(config.model), make_optimizer(config)
-    abstract = abstract_state(model, optimizer, mesh)
+    abstract = abstract_state(model, optimizer, mesh, config.train.ema_decay > 0)
     rows, *lengths = shape
     source, target = (
         jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=batch_sharding(mesh))

@@ -87,6 +87,7 @@ def sabotage(wanted, *harm):
         def broken(*args):
             step_fn = compile_train_step(*args)
 
+            @jax.transfer_guard("allow")
             def step(state, batch):
                 if int(state.step) + 1 == int(wanted):
                     params = jax.tree.map(lambda x: x * float("nan"), state.params)
@@ -385,8 +386,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(workshop: Path, finished: Path,
     result = train(workshop, tmp_path / "run", sabotage="6 nan")
     assert result.returncode == 1 and "Traceback" not in result.stderr
     (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
-    assert "not finite" in said and "6" in said
-    assert steps_of(tmp_path / "run") == [4]
+    assert "step 6: the loss is not finite" in said and "last good checkpoint is step 4" in said
+    (kept,) = (tmp_path / "run").glob("not-finite-6.jsonl")
+    pairs = [json.loads(line) for line in kept.read_text("utf-8").splitlines()]
+    lines = {
+        lang: set((workshop / f"train.{lang}").read_text("utf-8").split("\n"))
+        for lang in ("en", "de")
+    }
+    assert len(pairs) > 5 and {x["source"] for x in pairs} <= lines["en"]
+    assert {x["target"] for x in pairs} <= lines["de"]
+    assert steps_of(tmp_path / "run") == [0, 4]
     for got in read_state(tmp_path / "run", 4):
         assert np.isfinite(got).all()
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8")
@@ -397,8 +406,8 @@ def test_parameters_that_are_not_finite_are_never_saved(workshop: Path, tmp_path
     """Bug: as above, when no log line is due between the break and the checkpoint."""
     result = train(workshop, tmp_path / "run", "--train.log-every-steps", "50", sabotage="6 nan")
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "not finite" in result.stderr.splitlines()[-1]
-    assert steps_of(tmp_path / "run") == [4]
+    assert "step 6: the loss is not finite" in result.stderr.splitlines()[-1]
+    assert steps_of(tmp_path / "run") == [0, 4]
 
 
 # ---- Resumed with another config ----------------------------------------------------------------

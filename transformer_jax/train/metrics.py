@@ -15,6 +15,19 @@ import rich.progress
 from transformer_jax.types import Metrics
 
 
+class NotFinite(FloatingPointError):
+    """The loss or the gradient of a step is not finite.
+
+    Attributes:
+        step: number of the update, counted from 1.
+        said: what is not.
+    """
+
+    def __init__(self, step: int, said: str) -> None:
+        super().__init__(f"step {step}: {said}")
+        self.step, self.said = step, said
+
+
 class Window:
     """Sums of metrics since the last log line; read from the devices only when it is closed.
 
@@ -31,16 +44,32 @@ class Window:
         """One step's sums, still on the devices."""
         self._metrics.append(metrics)
 
+    def check(self, step: int) -> None:
+        """Look at all steps up to this one, and keep them.
+
+        Raises:
+            NotFinite: the first step whose loss or gradient is not finite.
+        """
+        self._metrics = jax.device_get(self._metrics)
+        for number, one in enumerate(self._metrics, step - len(self._metrics) + 1):
+            for name, value in (("loss", one.loss), ("gradient norm", one.grad_norm)):
+                if not np.isfinite(value):
+                    raise NotFinite(number, f"the {name} is not finite ({float(value)})")
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was not training."""
+        self._start += seconds
+
     def close(self, step: int) -> dict[str, float]:
         """Means since the last closing, and start anew.
 
         Raises:
-            FloatingPointError: the loss is not finite.
+            NotFinite: as `check`.
         """
         if not self._metrics:
             return {}
-        host = jax.device_get(self._metrics)
-        total = Metrics(*(float(np.sum(field)) for field in zip(*host, strict=True)))
+        self.check(step)
+        total = Metrics(*(float(np.sum(field)) for field in zip(*self._metrics, strict=True)))
         now = time.perf_counter()
         tokens = max(total.tokens, 1.0)
         values = {
@@ -53,10 +82,6 @@ class Window:
             "steps_per_sec": total.updates / (now - self._start),
         }
         self._metrics, self._start = [], now
-        if not np.isfinite(values["loss"]):
-            raise FloatingPointError(
-                f"the loss is not finite in the steps up to {step}; nothing of them was saved"
-            )
         return values
 
 
@@ -66,12 +91,15 @@ class MetricsLog:
     Args:
         run_dir: the run directory.
         first: the step that the run goes on from; later lines of an earlier try are dropped.
+        writes: False in all processes but one, which then know of no line.
     """
 
-    def __init__(self, run_dir: Path, first: int) -> None:
+    def __init__(self, run_dir: Path, first: int, writes: bool = True) -> None:
+        self._path, self._board = run_dir / "metrics.jsonl", None
+        if not writes:
+            return
         from tensorboardX import SummaryWriter  # loads torch where that is installed: seconds
 
-        self._path = run_dir / "metrics.jsonl"
         kept = []
         if self._path.exists():
             for line in self._path.read_text(encoding="utf-8").split("\n"):
@@ -85,13 +113,17 @@ class MetricsLog:
         partial.replace(self._path)  # whole or not at all
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first or None)
 
-    def holds(self, step: int, part: str) -> bool:
-        """Whether a line of this step and part is there."""
+    def lines(self, part: str) -> list[dict[str, Any]]:
+        """All lines of a part, "train" or "valid", in order."""
+        if self._board is None:
+            return []
         lines = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
-        return any(line["step"] == step and line["part"] == part for line in lines)
+        return [line for line in lines if line["part"] == part]
 
     def write(self, step: int, part: str, values: dict[str, float]) -> None:
         """One line, safe on disk."""
+        if self._board is None:
+            return
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "part": part, **values}) + "\n")
         for name, value in values.items():
@@ -100,10 +132,17 @@ class MetricsLog:
 
 
 class Progress:
-    """A bar on a terminal, plain lines elsewhere; both on stderr."""
+    """A bar on a terminal, plain lines elsewhere; both on stderr.
 
-    def __init__(self, first: int, last: int) -> None:
-        self._console = rich.console.Console(stderr=True)
+    Args:
+        first: steps made before.
+        last: steps to make in all.
+        speaks: False in all processes but one.
+    """
+
+    def __init__(self, first: int, last: int, speaks: bool = True) -> None:
+        self._console = rich.console.Console(stderr=True, quiet=not speaks)
+        self._speaks = speaks
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step"),
             rich.progress.MofNCompleteColumn(),
@@ -111,7 +150,7 @@ class Progress:
             rich.progress.TimeRemainingColumn(),
             rich.progress.TextColumn("{task.fields[status]}"),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not (speaks and self._console.is_terminal),
         )
         self._task = self._bar.add_task("", total=last, completed=first, status="compiling")
         self._last = last
@@ -130,7 +169,7 @@ class Progress:
             f"lr {values['learning_rate']:.1e}  {values['target_tokens_per_sec']:.0f} tokens/s"
         )
         self._bar.update(self._task, completed=step, status=status)
-        if not self._console.is_terminal:
+        if self._speaks and not self._console.is_terminal:
             print(f"step {step}/{self._last}  {status}", file=sys.stderr, flush=True)
 
     def note(self, step: int, values: dict[str, float]) -> None:

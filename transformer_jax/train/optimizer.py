@@ -13,7 +13,7 @@ def learning_rate(config: Config) -> optax.Schedule:
     """Learning rate as a function of the number of updates already made, 0, 1, 2, ...
 
     noam is the paper's: factor * d_model^-0.5 * min(s^-0.5, s * warmup^-1.5) with s = count + 1,
-    so the first update already moves.
+    so the first update already moves. rsqrt is the same curve, named by its peak.
     """
     c = config.optimizer
     scale = c.learning_rate
@@ -25,8 +25,14 @@ def learning_rate(config: Config) -> optax.Schedule:
         warm = jnp.minimum(1.0, s / max(c.warmup_steps, 1))
         if c.schedule == "noam":
             return scale * warm / jnp.sqrt(jnp.maximum(s, c.warmup_steps))
+        if c.schedule == "rsqrt":
+            top = max(c.warmup_steps, 1)
+            return scale * warm * jnp.sqrt(top / jnp.maximum(s, top))
         if c.schedule == "constant":
             return scale * warm
+        if c.schedule == "wsd":
+            decay = max(c.decay_share * config.train.steps, 1.0)
+            return scale * warm * jnp.clip((config.train.steps - s) / decay, 0.0, 1.0)
         span = max(config.train.steps - c.warmup_steps, 1)
         done = jnp.clip((s - c.warmup_steps) / span, 0.0, 1.0)
         return scale * warm * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
@@ -50,6 +56,14 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     elif c.name == "adamw":
         update = optax.adamw(
             learning_rate(config), c.b1, c.b2, c.epsilon, weight_decay=c.weight_decay
+        )
+    elif c.name == "lion":
+        update = optax.lion(learning_rate(config), c.b1, c.b2, weight_decay=c.weight_decay)
+    elif c.name == "adafactor":
+        update = optax.adafactor(
+            learning_rate(config),
+            multiply_by_parameter_scale=False,  # the rate means what it means for the others
+            weight_decay_rate=c.weight_decay or None,
         )
     else:
         update = optax.adam(learning_rate(config), c.b1, c.b2, c.epsilon)

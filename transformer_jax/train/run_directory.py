@@ -21,13 +21,14 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer
 
 
-def open_run_directory(config: Config, run_dir: Path, pairs: Corpus) -> Opened:
+def open_run_directory(config: Config, run_dir: Path, pairs: Corpus, makes: bool = True) -> Opened:
     """Config and tokenizer of a run: those that are there, if they fit this config, or new ones.
 
     Args:
         config: as the user gave it.
         run_dir: the run directory; may not exist yet.
         pairs: the training split, to learn a new tokenizer from.
+        makes: False where another process has already made what was missing.
 
     Raises:
         ConfigError: the run that is there was started with another config.
@@ -46,6 +47,9 @@ def open_run_directory(config: Config, run_dir: Path, pairs: Corpus) -> Opened:
         return Opened(config, tokenizer)
     if steps_of(run_dir):
         raise ConfigError(f"--workdir: {run_dir} holds checkpoints but no config.json")
+    if not makes:
+        tokenizer = Tokenizer.load(run_dir / "tokenizer")
+        return Opened(_with_vocabulary(config, tokenizer), tokenizer)
     if config.train.init_from:
         tokenizer = Tokenizer.load(Path(config.train.init_from) / "tokenizer")
     else:

@@ -17,25 +17,50 @@ class TrainState(NamedTuple):
     step: jax.Array  # int32 []: updates made; also the position in the data
     params: Any
     opt_state: Any
+    average: Any = None  # of the parameters over the steps; None: they are used themselves
+
+    @property
+    def evaluated(self) -> Any:
+        """The parameters that are evaluated and handed on."""
+        return self.params if self.average is None else self.average
+
+    def items(self) -> dict[str, Any]:
+        """The state as checkpoints name it: `params` are what a user of the model wants."""
+        items = {"params": self.evaluated, "opt_state": self.opt_state}
+        return items if self.average is None else items | {"current_params": self.params}
+
+    @classmethod
+    def of_items(cls, step: jax.Array, items: dict[str, Any]) -> "TrainState":
+        """What `items` has named, at a step."""
+        if "current_params" in items:
+            return cls(step, items["current_params"], items["opt_state"], items["params"])
+        return cls(step, items["params"], items["opt_state"])
 
 
 def new_state(
-    model: Model, optimizer: optax.GradientTransformation, seed: jax.Array | int
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    seed: jax.Array | int,
+    averages: bool = False,
 ) -> TrainState:
     """Fresh parameters and optimizer statistics; a pure function of the seed."""
     params = model.init(jax.random.key(seed))
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    average = jax.tree.map(jnp.copy, params) if averages else None
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
 
 
 def abstract_state(
-    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    averages: bool = False,
 ) -> TrainState:
     """Shapes, types and shardings of the state, without allocating any.
 
     Optimizer statistics are spread like the parameters they belong to; everything else is
     replicated.
     """
-    shapes = jax.eval_shape(lambda: new_state(model, optimizer, 0))
+    shapes = jax.eval_shape(lambda: new_state(model, optimizer, 0, averages))
     params = param_shardings(mesh, model.logical_axes(), shapes.params)
     known = {
         (_names(path), leaf.shape): sharding

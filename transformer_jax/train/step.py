@@ -75,7 +75,12 @@ def train_step(
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = metrics._replace(grad_norm=optax.tree.norm(gradients), updates=jnp.ones(()))
-    return TrainState(state.step + 1, params, opt_state), metrics
+    average = state.average
+    if average is not None:
+        # While young, a plain mean: the first parameters are noise, and would weigh for long.
+        decay = jnp.minimum(config.train.ema_decay, state.step / (state.step + 1.0))
+        average = jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, params)
+    return TrainState(state.step + 1, params, opt_state, average), metrics
 
 
 def compile_train_step(

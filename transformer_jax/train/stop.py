@@ -4,9 +4,24 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
+
+
+def patience_is_over(values: Sequence[dict[str, Any]], metric: str, patience: int) -> bool:
+    """Whether the last so many evaluations have brought no new best.
+
+    Args:
+        values: of all evaluations of the run, in order, so that a resumed run counts on.
+        metric: "loss" (lowest is best) or "bleu" (highest).
+        patience: evaluations; 0: for ever.
+    """
+    if not patience:
+        return False
+    sign = 1.0 if metric == "bleu" else -1.0
+    found = [sign * line[metric] for line in values if metric in line]
+    return len(found) > patience and max(found[-patience:]) <= max(found[:-patience])
 
 
 class StopSignal:
