@@ -60,12 +60,7 @@ class Checkpoints:
             save_decision_policy=_Always(),
             preservation_policy=cast(Any, policies.AnyPreservationPolicy(kept)),
             cleanup_tmp_directories=True,
-            # A directory that cannot be made is said at once, and a disk that hangs is given up.
-            context=ocp.Context(
-                async_options=ocp.options.AsyncOptions(
-                    timeout_secs=_SAVE_TIMEOUT_SECS, create_directories_asynchronously=False
-                )
-            ),
+            context=_context(),
         )
 
     def save(
@@ -167,6 +162,14 @@ class Checkpoints:
 
 class SaveError(OSError):
     """A checkpoint could not be written."""
+
+
+def _context() -> ocp.Context:
+    """A directory that cannot be made is said at once, and a disk that hangs is given up."""
+    context = ocp.Context()
+    context.asynchronous.create_directories_asynchronously = False
+    context.asynchronous.timeout_secs = _SAVE_TIMEOUT_SECS
+    return context
 
 
 class _Always:

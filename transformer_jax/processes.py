@@ -5,6 +5,7 @@ is done by the first; what all must agree on is asked here, at the same place of
 """
 
 import logging
+import os
 from typing import Any
 
 import jax
@@ -24,8 +25,10 @@ def join_processes() -> None:
     Raises:
         ConfigError: nothing says it, or the others cannot be reached.
     """
+    numbers = [os.environ.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID")]
     try:
-        jax.distributed.initialize()
+        count, own = (int(number) if number else None for number in numbers)
+        jax.distributed.initialize(num_processes=count, process_id=own)
     except (ValueError, RuntimeError) as error:
         said = str(error).strip().partition("\n")[0]
         raise ConfigError(
@@ -33,7 +36,7 @@ def join_processes() -> None:
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment"
         ) from None
     if not is_first():
-        logging.getLogger("transformer_jax").setLevel(logging.WARNING)
+        logging.getLogger("transformer_jax").setLevel(logging.ERROR)
 
 
 def is_first() -> bool:

@@ -354,11 +354,11 @@ def test_a_run_survives_every_other_moment(workshop: Path, finished: Path, tmp_p
     same_run(tmp_path / "run", finished)
 
 
-@pytest.mark.slow
-def test_a_run_survives_random_kills(workshop: Path, finished: Path, tmp_path: Path):
-    """Bug: a moment that nobody has thought of."""
-    draw = random.Random(0)
-    for _ in range(8):
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_survives_random_kills(workshop: Path, finished: Path, tmp_path: Path, kills: int):
+    """Bug: a moment that nobody has thought of: in the start, a step, an evaluation or a save."""
+    draw = random.Random(kills)
+    for _ in range(kills):
         process = subprocess.Popen(
             command(workshop, tmp_path / "run"),
             cwd=REPOSITORY,
