@@ -164,18 +164,18 @@ class _Run:
         finally:
             self.checkpoints.close()
 
-    def _steps(self, state: TrainState, first: int, position: Position, stop: StopSignal) -> None:
+    def _steps(self, state: TrainState, first: int, start: Position, stop: StopSignal) -> None:
         train = self.config.train
         if self._evaluation_due(first) and not self._evaluated(first):
             # The run was stopped right after this step.
-            self._save(first, state, self._evaluate(first, state), position)
+            self._save(first, state, self._evaluate(first, state), start)
         if first and self._patience_is_over():
             return
         step_fn = compile_train_step(
             self.model, self.optimizer, self.config, self.mesh, self.abstract
         )
         window, recent = Window(learning_rate(self.config)), {}
-        for step, batch, position in self._batches(first, position):
+        for step, batch, position in self._batches(first, start):
             done, recent[step + 1] = step + 1, batch
             on_devices = put_batch(self.mesh, batch)
             # From here on nothing may go to the devices or come back unasked.
@@ -192,12 +192,12 @@ class _Run:
                 values = window.close(done)
                 self.log.write(done, "train", values)
                 self.progress.update(done, values)
-            evaluated, start = None, time.perf_counter()
+            evaluated, began = None, time.perf_counter()
             if evaluates:
                 evaluated = self._evaluate(done, state)
             if evaluates or stopping or saves:
                 self._save(done, state, evaluated, position)
-            window.leave_out(time.perf_counter() - start)
+            window.leave_out(time.perf_counter() - began)
             if stopping:
                 stop.number = signal.Signals(stopping)
                 logger.info("stopped by a signal after step %d, saved", done)
