@@ -40,7 +40,7 @@ ORDER: dict[str, list[str]] = {
     "data": [
         *["pieces", "tokenizer", "catalogues", "cldr", "embedded", "files", "prepared"],
         *["sources", "order", "filters", "batching", "packing", "alignment"],
-        *["store", "sampling", "pipeline"],
+        *["store", "sampling", "pipeline", "view"],
     ],
     "model": [
         *["masks", "dropout", "positions", "blockwise", "linear"],

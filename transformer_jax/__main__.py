@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command is not plan:
+    if rest and options.command not in (plan, data):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.fields = rest
     return options.command(options)
@@ -169,6 +169,30 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def data(options: argparse.Namespace) -> int:
+    """What the pipeline makes of the training data: what is kept and dropped, lengths, batches, and
+    the first pairs as text, pieces and ids."""
+    from pathlib import Path
+
+    from transformer_jax.data.pipeline import train_data
+    from transformer_jax.data.sources import load_splits
+    from transformer_jax.data.tokenizer import Tokenizer
+    from transformer_jax.data.view import view
+
+    config = command_line.load_config_file(options.config)
+    config = command_line.override(config, options.fields, "data --config FILE", "Look at data")
+    corpus = load_splits(config.data, config.model.encoder_layers > 0).train
+    if options.checkpoint:
+        tokenizer = Tokenizer.load(Path(options.checkpoint) / "tokenizer")
+    else:
+        tokenizer = Tokenizer.new(corpus, config.tokenizer, config.data.train_target_langs)
+    made = train_data(corpus, tokenizer, config, 1)
+    with _output("-") as out:
+        for line in view(made, corpus, tokenizer, options.show):
+            out.write(line + "\n")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(prog="python -m transformer_jax", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -250,6 +274,10 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--checkpoint", required=True, help="run directory")
     added.add_argument("--last", type=_positive, default=5, help="how many; default: 5")
     interop.add_commands(command)
+    added = command(data, "what the pipeline makes of the training data")
+    added.add_argument("--config", required=True, help="file; any --section.field VALUE may follow")
+    added.add_argument("--checkpoint", help="run whose tokenizer to use instead of a new one")
+    added.add_argument("--show", type=int, default=5, metavar="N", help="pairs shown; default: 5")
     added = command(plan, "what a config needs, without an accelerator")
     added.add_argument("--config", required=True, help="file; any --section.field VALUE may follow")
     added.add_argument("--topology", default="", help="such as v5e:2x4 or h100:8; default: v5e")

@@ -118,6 +118,11 @@ class TokenizerConfig:
     """One piece for each digit: numbers are copied digit by digit."""
     normalization: Literal["nmt_nfkc", "nfkc", "identity"] = "nmt_nfkc"
     """SentencePiece's normalisation rule; identity keeps every character."""
+    model: str = ""
+    """An existing SentencePiece model (.model) to use instead of training one; special ids other
+    than ours are numbered anew."""
+    target_model: str = ""
+    """An existing model of the target side, where --tokenizer.model is that of the source alone."""
     separate: bool = False
     """One model for each side instead of one for both; needs --model.tied-embeddings decoder or
     none."""
@@ -412,8 +417,11 @@ def check(config: Config) -> Config:
     )
     ratio = data.max_length_ratio
     require(ratio == 0 or ratio >= 1, "data.max_length_ratio", "0, or 1 or more")
-    separate = config.tokenizer.separate and model.tied_embeddings == "all"
-    require(not separate, "model.tied_embeddings", "decoder or none (--tokenizer.separate)")
+    tokenizer = config.tokenizer
+    require(bool(tokenizer.model or not tokenizer.target_model), "tokenizer.model", "a file")
+    two = tokenizer.separate or bool(tokenizer.target_model)
+    allowed = "decoder or none, since each side has its own pieces"
+    require(not two or model.tied_embeddings != "all", "model.tied_embeddings", allowed)
     sizes = dataclasses.asdict(config.mesh)
     for name, size in sizes.items():
         require(size == -1 or size > 0, f"mesh.{name}", "a positive number, or -1 for the rest")

@@ -49,6 +49,8 @@ def test_shares_of_a_mixture():
     assert repeats([100, 10], [3.0, 1.0]) == [100, 33]
     assert repeats([100, 10], [100.0, 10.0]) == [100, 10]
     assert repeats([100, 10], [100.0, 1.0]) == [1000, 10]
+    assert repeats([100, 0, 10], [1.0, 1.0, 1.0]) == [100, 0, 100]
+    assert sorted(EpochOrder([3, 0, 2], [3, 0, 2], 0).numbers(0, 0, 5).tolist()) == [0, 1, 2, 3, 4]
 
 
 def test_repeated_parts_are_gone_through_evenly():

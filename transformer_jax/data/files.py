@@ -5,6 +5,7 @@ import codecs
 import glob
 import gzip
 import hashlib
+import io
 import lzma
 import zlib
 from collections.abc import Iterator
@@ -215,16 +216,40 @@ def _open(path: str | Path | int) -> IO[bytes]:
     if suffix == ".xz":
         return cast(IO[bytes], lzma.open(path, "rb"))
     if suffix == ".zst":
-        import io
+        return io.BufferedReader(_ZstFile(path), _BLOCK)
+    return open(path, "rb")
 
+
+class _ZstFile(io.RawIOBase):
+    """What is packed in a .zst file; zstandard's own reader takes one cut short for a whole one."""
+
+    def __init__(self, path: str | Path) -> None:
         import zstandard
 
-        file = open(path, "rb")  # noqa: SIM115  # the reader closes it
-        stream = zstandard.ZstdDecompressor().stream_reader(
-            file, read_across_frames=True, closefd=True
-        )
-        return cast(IO[bytes], io.BufferedReader(cast(Any, stream), _BLOCK))
-    return open(path, "rb")
+        self._new = lambda: zstandard.ZstdDecompressor().decompressobj()
+        self._frame, self._bytes = self._new(), b""
+        self._file = open(path, "rb")  # noqa: SIM115  # close() does
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._bytes:
+            packed = self._frame.unused_data or self._file.read(_BLOCK)
+            if not packed and self._frame.eof:
+                return 0
+            if not packed:
+                raise EOFError("ends before the end-of-stream marker was reached")
+            if self._frame.eof:
+                self._frame = self._new()
+            self._bytes = self._frame.decompress(packed)
+        count = min(len(buffer), len(self._bytes))
+        buffer[:count], self._bytes = self._bytes[:count], self._bytes[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _unreadable() -> tuple[type[Exception], ...]:

@@ -53,11 +53,12 @@ def repeats(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
     nothing is left out.
 
     Args:
-        sizes: examples of each part, at least 1.
+        sizes: examples of each part; one without any has no share.
         shares: positive, any scale.
     """
-    rates = np.asarray(shares, float) / np.asarray(sizes, float)
-    return [max(n, round(n * rate)) for n, rate in zip(sizes, rates / rates.min(), strict=True)]
+    rates = [share / size if size else np.inf for size, share in zip(sizes, shares, strict=True)]
+    least = min(rates)
+    return [n and max(n, round(n * rate / least)) for n, rate in zip(sizes, rates, strict=True)]
 
 
 class EpochOrder:
@@ -73,7 +74,7 @@ class EpochOrder:
     """
 
     def __init__(self, sizes: Sequence[int], counts: Sequence[int], seed: int) -> None:
-        self._sizes, self._counts, self._seed = list(sizes), list(counts), seed
+        self._sizes, self.counts, self._seed = list(sizes), list(counts), seed
         self._first = np.cumsum([0, *sizes])  # number of the first example of each part
         self._ends = np.cumsum(counts)
         self.size = int(self._ends[-1])
@@ -82,7 +83,7 @@ class EpochOrder:
         """The examples at places `start` to `stop` of an epoch, int64 [stop - start]."""
         places = permuted(np.arange(start, stop), self.size, (self._seed, epoch))
         part = np.searchsorted(self._ends, places, side="right")
-        for i, (size, count) in enumerate(zip(self._sizes, self._counts, strict=True)):
+        for i, (size, count) in enumerate(zip(self._sizes, self.counts, strict=True)):
             mine = part == i
             taken = places[mine] - (self._ends[i] - count)
             if count != size:

@@ -109,7 +109,9 @@ class Pieces:
 
     def number(self, piece: str) -> int:
         """The id of a piece."""
-        return self._processor.piece_to_id(piece) if self._ids is None else self._ids[piece]
+        if self.numbering is None:
+            return self._processor.piece_to_id(piece)
+        return self.numbering.index(piece)
 
 
 def clean(line: str) -> str:

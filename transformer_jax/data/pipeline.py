@@ -68,6 +68,17 @@ class TrainData(NamedTuple):
     fill: float  # real source and target tokens over all slots
     report: str
 
+    def summary(self) -> dict[str, Any]:
+        """Counts and shapes, to be saved with the run."""
+        return {
+            "kept": len(self.kept),
+            "dropped": self.dropped,
+            "examples_per_epoch": self.order.size,
+            "batches_per_epoch": round(self.batches_per_epoch, 1),
+            "fill": round(self.fill, 4),
+            "shapes": [bucket._asdict() for bucket in self.buckets],
+        }
+
 
 def train_data(
     corpus: Corpus, tokenizer: Tokenizer, config: Config, row_multiple: int
@@ -254,12 +265,11 @@ def _filled(bucket: Bucket, row_multiple: int) -> Bucket:
 
 
 def _order(corpus: Corpus, kept: np.ndarray, seed: int) -> EpochOrder:
-    """The mixture of what is kept of each part; parts of which nothing is left have no share."""
+    """The mixture of what is kept of each part."""
     ends = np.searchsorted(kept, np.cumsum([0] + [len(part.pairs) for part in corpus.parts]))
-    sizes = np.diff(ends).tolist()
-    left = [(size, part.weight) for size, part in zip(sizes, corpus.parts, strict=True) if size]
-    sizes, weights = [size for size, _ in left], [weight for _, weight in left]
-    return EpochOrder(sizes, repeats(sizes, weights if corpus.mixed else sizes), seed)
+    sizes: list[int] = np.diff(ends).tolist()
+    shares = [part.weight for part in corpus.parts] if corpus.mixed else sizes
+    return EpochOrder(sizes, repeats(sizes, [share or 1 for share in shares]), seed)
 
 
 _Rows = list[np.ndarray]

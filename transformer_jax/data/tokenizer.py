@@ -66,6 +66,24 @@ class Tokenizer:
         self._no_text = special.all | set(self.tags.values())
 
     @classmethod
+    def new(
+        cls, pairs: Rows, config: TokenizerConfig, target_langs: Iterable[str] = ()
+    ) -> "Tokenizer":
+        """The models that the config names, or new ones from sentence pairs; see train.
+
+        Raises:
+            ConfigError: a file is no SentencePiece model, or as train.
+        """
+        if not config.model:
+            return cls.train(pairs, config, target_langs)
+        langs = sorted(set(target_langs))
+        source = _existing("model", config.model, langs)
+        target = (
+            _existing("target_model", config.target_model, langs) if config.target_model else None
+        )
+        return cls(source, target, {lang: source.number(_tag_piece(lang)) for lang in langs})
+
+    @classmethod
     def train(
         cls, pairs: Rows, config: TokenizerConfig, target_langs: Iterable[str] = ()
     ) -> "Tokenizer":
@@ -81,7 +99,8 @@ class Tokenizer:
         Raises:
             ConfigError: the vocabulary size does not suit the text.
         """
-        tags = [f"<2{lang}>" for lang in sorted(set(target_langs))]
+        langs = sorted(set(target_langs))
+        tags = [_tag_piece(lang) for lang in langs]
         if config.separate:
             sides = [
                 _learn((row[side] for row in _spread(pairs, config.sample_lines)), config, tags)
@@ -91,7 +110,7 @@ class Tokenizer:
             rows = _spread(pairs, config.sample_lines)
             sides = [_learn((text for row in rows for text in row), config, tags)]
         source = sides[0]
-        return cls(source, sides[-1], {tag[2:-1]: source.number(tag) for tag in tags})
+        return cls(source, sides[-1], {lang: source.number(_tag_piece(lang)) for lang in langs})
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -245,6 +264,29 @@ class Tokenizer:
     def _real(self, ids: Any) -> list[int]:
         values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         return [int(i) for i in values if i not in self._no_text and 0 <= i < self.vocab_size]
+
+
+def _tag_piece(lang: str) -> str:
+    return f"<2{lang}>"
+
+
+def _existing(field: str, path: str, langs: Sequence[str]) -> Pieces:
+    """The model of a file. Where it has other special ids than ours, such as SentencePiece's own
+    (0 unknown, 1 start, 2 EOS), or lacks tags, its pieces are numbered anew behind ours."""
+    try:
+        model = Path(path).expanduser().read_bytes()
+        own = sentencepiece.SentencePieceProcessor(model_proto=model)
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or "not a SentencePiece model"
+        raise ConfigError(f"--tokenizer.{field.replace('_', '-')}: {path}: {why}") from None
+    special = own.pad_id(), own.eos_id(), own.unk_id(), own.bos_id()
+    if special == (PAD, EOS, UNK, START) and not langs:
+        return Pieces(model)
+    names = [own.id_to_piece(i) if i >= 0 else f"<no {i}>" for i in special]
+    others = [own.id_to_piece(i) for i in range(own.get_piece_size()) if i not in special]
+    numbering = [*names, *others, *map(_tag_piece, langs)]
+    tags = range(len(numbering) - len(langs), len(numbering))
+    return Pieces(model, numbering, never=(PAD, EOS, UNK, START, *tags))
 
 
 def _spread(rows: Rows, most: int) -> Iterator[Sequence[str]]:

@@ -1,5 +1,6 @@
 """The training run: read, train, evaluate, save, stop, go on."""
 
+import json
 import logging
 import signal
 import time
@@ -46,6 +47,7 @@ from transformer_jax.train.run_directory import (
     open_run_directory,
     params_of_another_run,
     save_config,
+    write_whole,
 )
 from transformer_jax.train.state import TrainState, abstract_state, new_state
 from transformer_jax.train.step import compile_eval_step, compile_train_step
@@ -151,6 +153,8 @@ class _Run:
         # Last: a start that failed above leaves nothing that would forbid a corrected one.
         if is_first():
             save_config(config, run_dir)
+            summary = json.dumps(self.data.summary(), indent=2)
+            write_whole(run_dir / "data.json", summary + "\n")
 
     def to_the_end(self, stop: StopSignal) -> None:
         """Train until the last step or a signal; the state is saved either way."""

@@ -53,8 +53,9 @@ def open_run_directory(config: Config, run_dir: Path, pairs: Corpus, makes: bool
     if config.train.init_from:
         tokenizer = Tokenizer.load(Path(config.train.init_from) / "tokenizer")
     else:
-        logger.info("training the tokenizer")
-        tokenizer = Tokenizer.train(pairs, config.tokenizer, config.data.train_target_langs)
+        if not config.tokenizer.model:
+            logger.info("training the tokenizer")
+        tokenizer = Tokenizer.new(pairs, config.tokenizer, config.data.train_target_langs)
     config = _with_vocabulary(config, tokenizer)
     tokenizer.save(run_dir / "tokenizer")
     return Opened(config, tokenizer)
