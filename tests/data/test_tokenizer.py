@@ -4,12 +4,15 @@ import random
 import re
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sentencepiece
 
 from transformer_jax.config import ConfigError, TokenizerConfig
+from transformer_jax.data.pieces import Sampled
 from transformer_jax.data.tokenizer import EOS, PAD, START, UNK, Tokenizer, clean
 from transformer_jax.types import Pair
 
@@ -239,3 +242,97 @@ def test_nothing_to_train_on_is_one_line(pairs: list[Pair]):
     with pytest.raises(ConfigError) as error:
         Tokenizer.train(pairs, TokenizerConfig(vocab_size=300))
     assert "\n" not in str(error.value)
+
+
+# ---- Models from elsewhere, drawn segmentations -------------------------------------------------
+
+
+def own_model(path: Path, **options: Any) -> str:
+    """A model as somebody else trains it: by default with SentencePiece's own special ids."""
+    lines = [f"{WORD[i % 5]} {WORD[i % 3]} sees {i} dogs" for i in range(200)]
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=file, minloglevel=2, **options
+        )
+    return str(path)
+
+
+WORD = ["house", "cat", "tree", "river", "stone"]
+
+
+@pytest.mark.parametrize("langs", [[], ["de", "fr"]])
+@pytest.mark.parametrize(
+    "options", [{}, {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": 3}, {"bos_id": -1}]
+)
+def test_an_existing_model_whatever_its_special_ids(tmp_path: Path, options: dict, langs: list):
+    """Bug: with SentencePiece's own ids, unknown pieces end sentences, and every text that has the
+    piece 2 is cut there; tags take the ids of pieces."""
+    path = own_model(tmp_path / "m.model", vocab_size=48, **options)
+    tokenizer = Tokenizer.new([], TokenizerConfig(model=path), langs)
+    reference = sentencepiece.SentencePieceProcessor(model_file=path)
+    text = "cat sees 12 stones"
+    lang = langs[0] if langs else None
+    ids = tokenizer.encode_source([text], target_lang=lang)[0]
+    pieces = [tokenizer.source.piece(i) for i in ids[len(langs[:1]) : -1]]
+    assert pieces == reference.encode(text, out_type=str)
+    assert ids[-1] == EOS and not {PAD, EOS, START} & set(ids[:-1])
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode_target(["\u723f"])[0][-2] == UNK
+    assert len({*tokenizer.tags.values()} | {PAD, EOS, UNK, START}) == 4 + len(langs)
+    assert set(ids[: len(langs[:1])]) <= set(tokenizer.tags.values())
+    assert max(ids) < tokenizer.vocab_size <= 48 + 4 + len(langs)
+    tokenizer.save(tmp_path / "saved")
+    again = Tokenizer.load(tmp_path / "saved")
+    assert again.encode_source([text], target_lang=lang)[0] == ids
+    assert again.fingerprint == tokenizer.fingerprint
+
+
+def test_two_existing_models(tmp_path: Path):
+    """Bug: the model of the target side is that of the source."""
+    paths = [own_model(tmp_path / f"{n}", vocab_size=n) for n in (44, 48)]
+    tokenizer = Tokenizer.new([], TokenizerConfig(model=paths[0], target_model=paths[1]))
+    assert tokenizer.source.size < tokenizer.target.size == tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("content", [None, b"no model"])
+def test_a_file_that_is_no_model_is_named(tmp_path: Path, content: bytes | None):
+    """Bug: a traceback out of SentencePiece for a misspelt or damaged file."""
+    path = tmp_path / "m.model"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^--tokenizer\.model: .*m\.model: [^\n]+$"):
+        Tokenizer.new([], TokenizerConfig(model=str(path)))
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_drawn_segmentations_depend_on_their_seed_alone(kind: Any):
+    """Bug: SentencePiece draws from one generator for a process, so that a resumed run, or another
+    number of hosts, sees other pieces; or the text itself changes."""
+    rows = [(f"{a} {b} sees", f"{b} {a}") for a in WORD for b in WORD]
+    tokenizer = Tokenizer.train(rows, TokenizerConfig(vocab_size=279, kind=kind))
+    texts = [f"{a} {b}" for a in WORD for b in WORD]
+    seeds = list(range(len(texts)))
+    drawn = tokenizer.encode_source(texts, sampled=Sampled(0.3, seeds))
+    backwards = tokenizer.encode_source(texts[::-1], sampled=Sampled(0.3, seeds[::-1]))
+    assert backwards[::-1] == drawn
+    other = tokenizer.encode_source(texts, sampled=Sampled(0.3, [s + 99 for s in seeds]))
+    assert sum(a != b for a, b in zip(drawn, other, strict=True)) > 10
+    assert sum(a != b for a, b in zip(drawn, tokenizer.encode_source(texts), strict=True)) > 10
+    assert [tokenizer.decode(ids) for ids in (*drawn, *other)] == texts * 2
+
+
+def test_a_sample_is_evenly_spread_and_read_once():
+    """Bug: only the beginning of a corpus is seen, which may be one topic."""
+
+    class Counted(list):
+        readings = 0
+
+        def __iter__(self):
+            self.readings += 1
+            return super().__iter__()
+
+    rows = Counted((f"{WORD[i // 200]} {i % 10}", "x") for i in range(1000))
+    tokenizer = Tokenizer.train(rows, TokenizerConfig(vocab_size=275, sample_lines=50))
+    assert rows.readings == 1
+    known = {tokenizer.source.piece(i) for i in range(tokenizer.vocab_size)}
+    assert {character for word in WORD for character in word} <= known

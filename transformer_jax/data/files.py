@@ -6,6 +6,7 @@ import glob
 import gzip
 import hashlib
 import io
+import logging
 import lzma
 import zlib
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import IO, Any, NamedTuple, cast
 from transformer_jax.config import ConfigError
 from transformer_jax.types import Pair
 
+logger = logging.getLogger(__name__)
 _BLOCK = 1 << 20
 
 
@@ -46,15 +48,21 @@ def read_lines(path: str | Path | int) -> Iterator[str]:
 def count_lines(path: str) -> int:
     """Number of lines that read_lines would give, all of which can be decoded.
 
+    NUL characters, which the tokenizer leaves out, are counted and logged.
+
     Raises:
         ConfigError: as read_lines.
     """
+    nulls, first_null = 0, 0
     decoder = codecs.getincrementaldecoder("utf-8")()
     count, last = 0, b"\n"
     try:
         with _open(path) as file:
             while block := file.read(_BLOCK):
                 decoder.decode(block)
+                if not nulls and (place := block.find(b"\0")) >= 0:
+                    first_null = count + block[:place].count(b"\n") + 1
+                nulls += block.count(b"\0")
                 count += block.count(b"\n")
                 last = block[-1:]
             decoder.decode(b"", final=True)
@@ -62,6 +70,8 @@ def count_lines(path: str) -> int:
         return sum(1 for _ in read_lines(path))
     except _unreadable() as error:
         raise ConfigError(f"{path}: cannot be read: {_reason(error)}") from None
+    if nulls:
+        logger.warning("%s:%d: %d NUL characters from here on, left out", path, first_null, nulls)
     return count + (last != b"\n")
 
 

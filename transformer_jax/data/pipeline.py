@@ -32,6 +32,7 @@ _WINDOW = 8192  # pairs that are put into rows together
 _SEGMENT_BATCHES = 128  # a segment is about so many batches, and at least
 _SEGMENT = 1 << 17  # so many pairs
 _LOOK = 50_000  # pairs that shapes and the fill rate of the report are computed from
+_DRAWN = 4000  # the same, where they have to be encoded first
 _AHEAD = 4  # batches made before they are asked for
 
 
@@ -108,9 +109,14 @@ def train_data(
         logger.warning("less than half of the training pairs is left: %s", report)
     warn_if_shifted("training", store.encoded)
     lengths = _some_lengths(store.encoded, kept)
+    resampled = Resampled(store, tokenizer, corpus, config) if sampling else None
+    if resampled:  # drawn sentences are longer than the likeliest
+        some = kept[np.arange(min(len(kept), _DRAWN)) * len(kept) // min(len(kept), _DRAWN)]
+        limits = data.max_source_tokens, data.max_target_tokens
+        drawn = _lengths_of(resampled.draw(0, some, limits))
+        lengths = np.concatenate([drawn, lengths.max(0, keepdims=True)])
     buckets = _shapes(lengths, data)
     _check_rows(buckets, data, row_multiple)
-    longest = buckets[-1].src_length, buckets[-1].tgt_length
     per_batch = data.global_batch_tokens / lengths.max(1).mean()
     segment = max(_SEGMENT, int(_SEGMENT_BATCHES * per_batch))
     made = TrainData(
@@ -120,7 +126,7 @@ def train_data(
         buckets=buckets,
         segment=-(-segment // _WINDOW) * _WINDOW,
         config=config,
-        resampled=Resampled(store, tokenizer, corpus, config, longest) if sampling else None,
+        resampled=resampled,
         row_multiple=row_multiple,
         dropped=dropped,
         batches_per_epoch=0,
@@ -299,10 +305,12 @@ def _segment(data: TrainData, epoch: int, begin: int) -> Iterator[tuple[Bucket, 
         if data.resampled is None:
             lengths = data.encoded.lengths_of(pairs)
         else:
-            sentences = data.resampled.draw(epoch, pairs)
+            widest = data.buckets[-1]
+            longest = widest.src_length, widest.tgt_length
+            sentences = data.resampled.draw(epoch, pairs, longest)
             pairs = np.arange(start, stop)
             drawn.update(zip(pairs.tolist(), sentences, strict=True))
-            lengths = np.array([[len(side) for side in pair] for pair in sentences])
+            lengths = _lengths_of(sentences)
         row_of, shape_of = pack(lengths, shapes, data.config.data.pairs_per_row)
         counts = np.bincount(row_of, minlength=len(shape_of))
         rows = np.split(pairs[np.argsort(row_of, kind="stable")], np.cumsum(counts)[:-1])
@@ -320,6 +328,11 @@ def _segment(data: TrainData, epoch: int, begin: int) -> Iterator[tuple[Bucket, 
             left = left[bucket.rows :]
     if left:
         yield batch(len(data.buckets) - 1, left)
+
+
+def _lengths_of(sentences: list[Sentences]) -> np.ndarray:
+    """int64 [n, 2]."""
+    return np.array([(len(source), len(target)) for source, target in sentences], np.int64)
 
 
 def _planned(bucket: Bucket, encoded: Encoded, rows: _Rows, after: Position) -> Planned:
@@ -343,15 +356,14 @@ def _share(data: TrainData, plan: Planned, shard: tuple[int, int]) -> Batch:
 
 
 def _measure(data: TrainData) -> tuple[float, float]:
-    """Batches an epoch and fill, from the first _LOOK examples of an epoch or so."""
-    stored = data._replace(resampled=None)
+    """Batches an epoch and fill, from the first examples of an epoch."""
     slots = tokens = batches = examples = 0
-    for bucket, encoded, rows in _segment(stored, 0, 0):
+    for bucket, encoded, rows in _segment(data, 0, 0):
         pairs = np.concatenate(rows)
         tokens += int(encoded.lengths_of(pairs).sum())
         slots += bucket.rows * (bucket.src_length + bucket.tgt_length)
         batches, examples = batches + 1, examples + len(pairs)
-        if examples >= _LOOK:
+        if examples >= (_LOOK if data.resampled is None else _DRAWN):
             break
     return batches * data.order.size / examples, tokens / slots
 

@@ -28,31 +28,23 @@ class Resampled:
         tokenizer: draws segmentations.
         corpus: of the same pairs, for their languages.
         config: the seed, and how much is sampled.
-        longest: tokens of source and target that a batch can hold.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        tokenizer: Tokenizer,
-        corpus: Corpus,
-        config: Config,
-        longest: tuple[int, int],
-    ) -> None:
+    def __init__(self, store: Store, tokenizer: Tokenizer, corpus: Corpus, config: Config) -> None:
         assert store.texts is not None
         self._store, self._texts, self._tokenizer = store, store.texts, tokenizer
         self._langs = [part.langs for part in corpus.parts]
         self._ends = np.cumsum([len(part.pairs) for part in corpus.parts])
         self._seed, self._alpha = config.seed, config.data.subword_sampling
-        self._longest = longest
 
-    def draw(self, epoch: int, pairs: np.ndarray) -> list[Sentences]:
+    def draw(self, epoch: int, pairs: np.ndarray, longest: tuple[int, int]) -> list[Sentences]:
         """Ids of some pairs in an epoch. Where they come out too long, those of the
         likeliest segmentation, which are not: nothing is dropped or cut.
 
         Args:
             epoch: counted from 0.
             pairs: int64 [n], their numbers in the store.
+            longest: tokens of source and target that a batch can hold.
         """
         key = scatter(np.uint64(self._seed) + scatter(np.full(1, epoch, np.uint64)))
         source, target = (
@@ -70,7 +62,7 @@ class Resampled:
                 self._tokenizer.encode_target(texts[1], langs[1], sampled[1]),
             )
             for i, src, tgt in zip(mine.tolist(), *sides, strict=True):
-                fits = len(src) <= self._longest[0] and len(tgt) <= self._longest[1]
+                fits = len(src) <= longest[0] and len(tgt) <= longest[1]
                 drawn[i] = Sentences(src, tgt) if fits else self._likeliest(int(pairs[i]))
         return [sentences for sentences in drawn if sentences]
 
