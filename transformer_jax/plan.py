@@ -68,6 +68,8 @@ def longest_shape(config: Config, row_multiple: int) -> Shape:
     data = config.data
     S = data.max_source_tokens if config.model.encoder_layers else 0
     T = data.max_target_tokens
+    if data.batching == "packed" and data.packed_length:
+        S, T = S and max(S, data.packed_length), max(T, data.packed_length)
     rows = max(data.global_batch_tokens // max(S, T) // row_multiple, 1) * row_multiple
     return rows, S, T
 

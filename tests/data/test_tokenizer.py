@@ -310,14 +310,14 @@ def test_drawn_segmentations_depend_on_their_seed_alone(kind: Any):
     number of hosts, sees other pieces; or the text itself changes."""
     rows = [(f"{a} {b} sees", f"{b} {a}") for a in WORD for b in WORD]
     tokenizer = Tokenizer.train(rows, TokenizerConfig(vocab_size=279, kind=kind))
-    texts = [f"{a} {b}" for a in WORD for b in WORD]
+    texts = [f"{a} {b} sees" for a in WORD for b in WORD]
     seeds = list(range(len(texts)))
     drawn = tokenizer.encode_source(texts, sampled=Sampled(0.3, seeds))
     backwards = tokenizer.encode_source(texts[::-1], sampled=Sampled(0.3, seeds[::-1]))
     assert backwards[::-1] == drawn
     other = tokenizer.encode_source(texts, sampled=Sampled(0.3, [s + 99 for s in seeds]))
-    assert sum(a != b for a, b in zip(drawn, other, strict=True)) > 10
-    assert sum(a != b for a, b in zip(drawn, tokenizer.encode_source(texts), strict=True)) > 10
+    assert sum(a != b for a, b in zip(drawn, other, strict=True)) > 4
+    assert sum(a != b for a, b in zip(drawn, tokenizer.encode_source(texts), strict=True)) > 4
     assert [tokenizer.decode(ids) for ids in (*drawn, *other)] == texts * 2
 
 
