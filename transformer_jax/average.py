@@ -31,7 +31,7 @@ def average(run_dir: str | Path, last: int = 5) -> Path:
     config = configs.load(run_dir / "config.json")
     tokenizer = Tokenizer.load(run_dir / "tokenizer")
     find_step(run_dir, "latest", config.train.best_metric)  # says what is missing
-    steps = steps_of(run_dir)
+    steps = [step for step in steps_of(run_dir) if step > 0]  # 0: before any training
     if not 1 <= last <= len(steps):
         raise ConfigError(f"--last: got {last}, allowed: 1 to {len(steps)}, those that are kept")
     # One device, for a mesh would only spread what is summed once.

@@ -289,7 +289,7 @@ def _step_paths(root: Path) -> list[Path]:
 
 def _whole(path: Path) -> bool:
     """Orbax renames a directory when it is complete, and writes this file before."""
-    plain = path.name == str(int(path.name))
+    plain = not path.name.isdecimal() or path.name == str(int(path.name))  # not 007
     return plain and (path / "_CHECKPOINT_METADATA").is_file()
 
 
