@@ -37,5 +37,6 @@ def get_config() -> Config:
             eval_every_steps=5000,
             checkpoint_every_steps=1500,
             keep_checkpoints=5,
+            average_last=5,
         ),
     )

@@ -39,5 +39,6 @@ def get_config() -> Config:
             eval_every_steps=10_000,
             checkpoint_every_steps=600,
             keep_checkpoints=20,
+            average_last=20,
         ),
     )

@@ -60,3 +60,18 @@ def test_what_is_missing_is_said(tiny_run, tmp_path):
     train(config, tmp_path / "run")
     with pytest.raises(ConfigError, match="got no average, allowed: a run with one"):
         Translator.from_checkpoint(tmp_path / "run", "average")
+
+
+def test_a_run_may_end_in_its_average(tiny_run, tmp_path, capsys):
+    """Bug: the last checkpoint is scored and offered, not the average that was asked for."""
+    changes = {"average_last": 5, "steps": 8, "eval_bleu_sentences": 0}
+    config = dataclasses.replace(tiny_run, train=dataclasses.replace(tiny_run.train, **changes))
+    assert train(config, tmp_path / "run") == 0
+    assert "--which average" in capsys.readouterr().out
+    steps = [step for step in steps_of(tmp_path / "run") if step]
+    assert 1 < len(steps) < 5
+    wanted = [
+        np.mean(x, 0) for x in zip(*(params(tmp_path / "run", s) for s in steps), strict=True)
+    ]
+    for got, want in zip(params(tmp_path / "run", "average"), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)

@@ -251,6 +251,9 @@ class TrainConfig:
     """What best means: highest validation BLEU or lowest validation loss."""
     keep_every_steps: int = 0
     """Checkpoints of every so many steps stay for ever; 0: none."""
+    average_last: int = 0
+    """When a run is done, average so many of its last checkpoints (of those that are kept), score
+    that, and keep it as "average"; 0: none. The paper takes 5 for base and 20 for big models."""
     patience: int = 0
     """Stop after so many evaluations in a row without a new best; 0: never."""
     ema_decay: float = 0.0
@@ -314,6 +317,7 @@ RESUMABLE = (
     "train.keep_best",
     "train.best_metric",
     "train.keep_every_steps",
+    "train.average_last",
     "train.patience",
     "train.micro_batches",
     "train.log_every_steps",
@@ -341,7 +345,7 @@ _NOT_NEGATIVE = {
     "attention_window position_offset",
     "data": "cldr_train_pairs max_length_ratio pairs_per_row packed_length",
     "train": "eval_every_steps eval_bleu_sentences checkpoint_every_steps keep_best "
-    "keep_every_steps patience",
+    "keep_every_steps patience average_last",
     "optimizer": "learning_rate warmup_steps clip_norm weight_decay",
     "decode": "max_extra_tokens",
 }
@@ -383,6 +387,11 @@ def check(config: Config) -> Config:
     for path in _paths(_BELOW_ONE):
         require(0 <= value_of(path) < 1, path, "0 up to, not including, 1")
     require(0 < config.optimizer.decay_share <= 1, "optimizer.decay_share", "above 0, up to 1")
+    require(
+        config.train.average_last <= config.train.keep_checkpoints,
+        "train.average_last",
+        f"up to --train.keep-checkpoints ({config.train.keep_checkpoints})",
+    )
     if config.train.best_metric == "bleu" and config.train.patience:
         some = config.train.eval_bleu_sentences > 0 and model.encoder_layers > 0
         require(

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from transformer_jax.average import average
 from transformer_jax.checkpoint import Checkpoints, steps_of
 from transformer_jax.config import Config, ConfigError, MeshConfig
 from transformer_jax.data.batching import Encoded
@@ -89,6 +90,9 @@ def train(
         with stop.after_the_step(), enough_memory(run.config):
             run.to_the_end(stop)
         if stop.number is None and steps_of(run.run_dir) and jax.process_count() == 1:
+            if run.config.train.average_last:
+                kept = sum(step > 0 for step in steps_of(run.run_dir))
+                average(run.run_dir, min(run.config.train.average_last, kept))
             report(run.run_dir, run.config, run.splits.test or run.splits.valid)
     return 0 if stop.number is None else 128 + stop.number
 

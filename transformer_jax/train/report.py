@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from transformer_jax.checkpoint import AVERAGE
 from transformer_jax.config import Config
 from transformer_jax.decode.language_model import LanguageModel
 from transformer_jax.decode.translator import Translator
@@ -24,11 +25,14 @@ _CURVES = ("loss", "perplexity", "teacher_forced_accuracy", "bleu", "chrf", "lea
 
 
 def report(run_dir: Path, config: Config, parts: Mapping[str, Sequence[Pair]]) -> None:
-    """Score the best checkpoint on each part, print it, and write results.json and report.html."""
+    """Score the best checkpoint, or the average, on each part.
+
+    It prints the scores and some translations, and writes results.json and report.html.
+    """
     if config.model.encoder_layers:
         results, samples = _translations(run_dir, config, parts)
     else:
-        results, samples = _texts(run_dir, parts)
+        results, samples = _texts(run_dir, config, parts)
     for line in (*_result_lines(results), *_sample_lines(samples)):
         print(line)
     write_whole(run_dir / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
@@ -40,13 +44,19 @@ def report(run_dir: Path, config: Config, parts: Mapping[str, Sequence[Pair]]) -
     print(
         f"{command.capitalize()}: printf '%s\\n' {shlex.quote(text)} | {python} "
         f"-m transformer_jax {command} --checkpoint {where}"
+        + (f" --which {AVERAGE}" if _which(config) else "")
     )
+
+
+def _which(config: Config) -> str | None:
+    """The checkpoint that is scored: the average, where the run makes one."""
+    return AVERAGE if config.train.average_last else None
 
 
 def _translations(
     run_dir: Path, config: Config, parts: Mapping[str, Sequence[Pair]]
 ) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    translator = Translator.from_checkpoint(run_dir)
+    translator = Translator.from_checkpoint(run_dir, _which(config))
     results, samples = {}, []
     for name, pairs in parts.items():
         quality: Quality = translation_quality(translator, pairs, config.data.target_lang)
@@ -59,10 +69,10 @@ def _translations(
 
 
 def _texts(
-    run_dir: Path, parts: Mapping[str, Sequence[Pair]]
+    run_dir: Path, config: Config, parts: Mapping[str, Sequence[Pair]]
 ) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Perplexity, and continuations of the first words of some held-out texts."""
-    model = LanguageModel.from_checkpoint(run_dir)
+    model = LanguageModel.from_checkpoint(run_dir, _which(config))
     results, samples = {}, []
     for name, pairs in parts.items():
         texts = [pair.target for pair in pairs]
