@@ -4,12 +4,14 @@
     config.py       one frozen tree of fields, checked, saved as strict JSON
     runtime.py      what JAX runs on, and the cache of compiled programs
     sharding.py     the device mesh, and the rules from axis names to mesh axes
+    processes.py    several processes: who writes, and how all agree
     checkpoint.py   Orbax items by name, whole or not there
     data/           text -> Batch            tokenizer, sources, batching, pipeline
     model/          Batch -> logits          masks, positions, attention, layers, transformer
     train/          logits -> next state     loss, optimizer, state, step; loop and report above
     decode/         logits -> ids -> text    search, engine, translator, language_model
     evaluate.py     token loss, sacreBLEU, chrF
+    topology.py     machines that are not there, and their compiler
     plan.py         what a run will need, without an accelerator
     __main__.py     python -m transformer_jax translate | score | evaluate | generate | plan
 

@@ -77,9 +77,21 @@ def test_constant_and_cosine_by_hand():
     assert float(rate(150)) == pytest.approx(0, abs=1e-7), "it does not rise again"
 
 
+def test_wsd_and_rsqrt_by_hand():
+    """Bug: the decay begins a step early or does not end at 0; rsqrt has another peak."""
+    wsd = config(schedule="wsd", learning_rate=2.0, warmup_steps=4, decay_share=0.5)
+    wsd = replace(wsd, train=replace(wsd.train, steps=20))
+    rate = learning_rate(wsd)
+    found = [float(rate(step - 1)) for step in (1, 2, 4, 5, 10, 11, 15, 19, 20, 25)]
+    np.testing.assert_allclose(found, [0.5, 1, 2, 2, 2, 1.8, 1, 0.2, 0, 0], rtol=1e-6, atol=1e-7)
+    rate = learning_rate(config(schedule="rsqrt", learning_rate=2.0, warmup_steps=4))
+    found = [float(rate(step - 1)) for step in (1, 2, 4, 16, 400)]
+    np.testing.assert_allclose(found, [0.5, 1, 2, 1, 0.2], rtol=1e-6)
+
+
 def test_a_schedule_can_be_compiled():
     """Bug: Python's min() or int() on a traced counter."""
-    for schedule in ("noam", "cosine", "constant"):
+    for schedule in ("noam", "rsqrt", "cosine", "wsd", "constant"):
         rate = learning_rate(config(schedule=schedule))
         np.testing.assert_allclose(jax.jit(rate)(jnp.int32(17)), rate(17), rtol=1e-6)
 
