@@ -102,7 +102,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "target", [mesh(1), mesh(8, data=8), mesh(4, model=4, data=1)], ids=["1", "8", "4"]
+    "target",
+    [mesh(1), mesh(2, fsdp=2, data=1), mesh(4, model=4, data=1), mesh(8, data=8)],
+    ids=["1", "2", "4", "8"],
 )
 def test_any_mesh_restores_what_eight_devices_wrote(
     saved, target: Mesh, caplog: pytest.LogCaptureFixture
