@@ -195,7 +195,8 @@ class DataConfig:
     pairs_per_row: int = 0
     """Pairs that may share a row, side by side and without seeing each other; 0: all that fit."""
     packed_length: int = 0
-    """packed: slots of a row, of the longer side; 0: the longest pair that is allowed."""
+    """packed: slots of a row, of the longer side; 0: the longest pair that is allowed, and at
+    least four average ones."""
     row_multiple: int = 8
     """Rows of a batch are a multiple of this where so many fit: the number of devices, or a
     multiple of it, so that no row is filler."""

@@ -267,7 +267,7 @@ def test_other_numbers_of_shards_go_on(
     """Bug: F103, F106, F121: after a run of 4 processes is stopped in the middle of an epoch and
     goes on with 1, pairs come twice or never; or processes have unequal numbers of batches."""
     multiple = math.lcm(first, second)
-    config = layout(cache, name, global_batch_tokens=240, row_multiple=multiple)
+    config = layout(cache, name, global_batch_tokens=400, row_multiple=multiple)
     found: Counter[Pair] = Counter()
     size = prepare(PAIRS, tokenizer, config).order.size
     stop = round(0.4 * prepare(PAIRS, tokenizer, config).batches_per_epoch) or 1

@@ -19,6 +19,8 @@ def shifted_stretches(lengths: np.ndarray) -> list[tuple[int, int]]:
     Returns:
         First and last pair of each stretch, counted from 1.
     """
+    if len(lengths) < 2:
+        return []
     found = _look(np.log(np.maximum(lengths, 1)))
     merged: list[tuple[int, int]] = []
     for first, last in sorted(found):

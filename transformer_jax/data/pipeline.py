@@ -33,6 +33,7 @@ _SEGMENT_BATCHES = 128  # a segment is about so many batches, and at least
 _SEGMENT = 1 << 17  # so many pairs
 _LOOK = 50_000  # pairs that shapes and the fill rate of the report are computed from
 _DRAWN = 4000  # the same, where they have to be encoded first
+_PACKED = 4  # average pairs that a packed row holds at least
 _AHEAD = 4  # batches made before they are asked for
 
 
@@ -239,7 +240,9 @@ def _some_lengths(encoded: Encoded, kept: np.ndarray) -> np.ndarray:
 def _shapes(lengths: np.ndarray, config: DataConfig) -> list[Bucket]:
     tokens, multiple = config.global_batch_tokens, config.row_multiple
     if config.batching == "packed":
-        length = config.packed_length or max(config.max_source_tokens, config.max_target_tokens)
+        allowed = max(config.max_source_tokens, config.max_target_tokens)
+        several = min(tokens, round(_PACKED * float(lengths.mean(0).max())))
+        length = config.packed_length or max(allowed, several)
         return [packed_shape(lengths, length, tokens, multiple)]
     if config.pairs_per_row == 1:
         return choose_buckets(lengths, config.num_buckets, tokens, multiple)
@@ -253,11 +256,13 @@ def _check_rows(buckets: list[Bucket], config: DataConfig, row_multiple: int) ->
         longest = max(bucket.src_length, bucket.tgt_length)
         if _filled(bucket, row_multiple).rows * longest <= config.global_batch_tokens:
             continue
-        if bucket.rows < row_multiple:
+        divides = config.row_multiple % row_multiple == 0
+        if divides or bucket.rows < row_multiple:
+            rows = config.row_multiple if divides else row_multiple
             raise ConfigError(
                 f"--data.global-batch-tokens: got {config.global_batch_tokens}, allowed: at least "
-                f"{row_multiple * longest}, a row of {longest} tokens for each of the "
-                f"{row_multiple} devices that share a batch"
+                f"{rows * longest}: {rows} rows of {longest} tokens, for the {row_multiple} "
+                "devices that share a batch"
             )
         raise ConfigError(
             f"--data.row-multiple: got {config.row_multiple}, allowed: a multiple of the "
