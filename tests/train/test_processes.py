@@ -84,11 +84,12 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     results = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=240)
+            out, err = process.communicate(timeout=600)
             results.append((process.returncode, out, err))
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     return results
 
 
