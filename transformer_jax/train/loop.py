@@ -78,9 +78,9 @@ def train(
         MemoryError: a device is too small.
         OSError: a checkpoint cannot be written.
     """
+    if distributed:
+        join_processes()  # takes SIGTERM for itself, so our handler comes after
     with StopSignal() as stop:
-        if distributed:
-            join_processes()
         if require_accelerator and jax.default_backend() == "cpu":
             raise ConfigError(
                 "--require-accelerator: got cpu, allowed: a TPU or GPU that jax can see "
