@@ -98,6 +98,7 @@ class Pieces:
             text = self._processor.decode(list(ids))
         else:
             text = self._processor.decode_pieces([self.numbering[i] for i in ids])
+            text = text.replace("▁", " ")  # in pieces that this side's model does not have
         text = _LINE_BREAKS.sub(" ", text)
         return text if self._keeps_spaces else text.strip()
 
