@@ -263,7 +263,7 @@ class TrainConfig:
     log_every_steps: int = 50
     """Lines in metrics.jsonl and TensorBoard."""
     init_from: str = ""
-    """Run directory whose parameters and tokenizer this run starts from."""
+    """Run directory whose model, parameters and tokenizer this run starts from."""
 
 
 @dataclass(frozen=True)

@@ -353,7 +353,7 @@ def test_m2m100_in(changes: dict[str, Any], tmp_path: Path, models, texts):
         got = our_translations(tmp_path / "run", texts, limit, ("en", "fr"), beam_size=beams)
         # At the limit the rules differ: see test_beam_4_equals_theirs.
         eos = tokenizer.eos_token_id
-        ended = [i for i, ids in enumerate(want[0]) if beams == 1 or eos in ids and got[2][i]]
+        ended = [i for i, ids in enumerate(want[0]) if beams == 1 or (eos in ids and got[2][i])]
         assert len(set(map(tuple, got[0]))) > 40
         assert len(ended) > (100 if not changes else 0)
         assert [got[0][i] for i in ended] == [want[0][i] for i in ended]

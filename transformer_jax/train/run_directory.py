@@ -14,6 +14,14 @@ from transformer_jax.data.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
+# Of a model that starts from another run, what may differ from that run's: how it is trained and
+# computed, not what it computes.
+_OWN_FIELDS = (
+    *("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"),
+    *("dtype", "attention_implementation", "layers", "remat"),
+)
+
+
 class Opened(NamedTuple):
     """What a run goes by: its config, with the size of the vocabulary, and its tokenizer."""
 
@@ -37,6 +45,8 @@ def open_run_directory(config: Config, run_dir: Path, pairs: Corpus, makes: bool
     if path.exists():
         saved = configs.load(path)
         tokenizer = Tokenizer.load(run_dir / "tokenizer")
+        if config.train.init_from and config.train.init_from == saved.train.init_from:
+            config = _with_model_of(saved, config)
         config = _with_vocabulary(config, tokenizer)
         for name, (old, new) in configs.differences(saved, config).items():
             if not name.startswith(configs.RESUMABLE):
@@ -47,11 +57,17 @@ def open_run_directory(config: Config, run_dir: Path, pairs: Corpus, makes: bool
         return Opened(config, tokenizer)
     if steps_of(run_dir):
         raise ConfigError(f"--workdir: {run_dir} holds checkpoints but no config.json")
+    if config.train.init_from:
+        other = configs.load(_other_run(config) / "config.json")
+        old = config
+        config = configs.check(_with_model_of(other, config))
+        for name, (asked, got) in configs.differences(old.model, config.model).items():
+            logger.info("%s: %s, not %s, as in --train.init-from", name, got, asked)
     if not makes:
         tokenizer = Tokenizer.load(run_dir / "tokenizer")
         return Opened(_with_vocabulary(config, tokenizer), tokenizer)
     if config.train.init_from:
-        tokenizer = Tokenizer.load(Path(config.train.init_from) / "tokenizer")
+        tokenizer = Tokenizer.load(_other_run(config) / "tokenizer")
     else:
         if not config.tokenizer.model:
             logger.info("training the tokenizer")
@@ -68,9 +84,19 @@ def save_config(config: Config, run_dir: Path) -> None:
 
 def params_of_another_run(config: Config, tokenizer: Tokenizer, abstract: Any) -> Any:
     """Parameters of --train.init-from, onto the devices that `abstract` names."""
-    other = Path(config.train.init_from).expanduser().absolute()
+    other = _other_run(config)
     step = find_step(other, "best", configs.load(other / "config.json").train.best_metric)
     return load_params(other, step, abstract, tokenizer.fingerprint)
+
+
+def _other_run(config: Config) -> Path:
+    return Path(config.train.init_from).expanduser().absolute()
+
+
+def _with_model_of(other: Config, config: Config) -> Config:
+    """The config with the model that the weights of another run belong to."""
+    own = {name: getattr(config.model, name) for name in _OWN_FIELDS}
+    return dataclasses.replace(config, model=dataclasses.replace(other.model, **own))
 
 
 def write_whole(path: Path, text: str) -> None:
