@@ -126,8 +126,42 @@ def put(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
 
 
-def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """A host batch as global arrays, rows spread over the devices."""
+def own_rows(mesh: Mesh) -> tuple[int, int]:
+    """Which rows of a batch this process feeds: index and number of equal shares.
+
+    Processes that the model is spread over feed the same rows. (0, 1), all rows, where those of a
+    process do not lie together.
+    """
+    groups = mesh.devices.reshape(batch_shards(mesh), -1)
+    own = jax.process_index()
+    mine = [i for i, group in enumerate(groups) if any(d.process_index == own for d in group)]
+    size, together = len(mine), mine[-1] - mine[0] + 1 == len(mine)
+    if together and len(groups) % size == 0 and mine[0] % size == 0:
+        return mine[0] // size, len(groups) // size
+    return 0, 1
+
+
+def put_batch(mesh: Mesh, batch: Batch, share: tuple[int, int] = (0, 1)) -> Batch:
+    """A host batch as global arrays, rows spread over the devices.
+
+    Args:
+        mesh: the device mesh.
+        batch: the rows that this process feeds.
+        share: which they are, from own_rows; default: all, and every process holds them.
+    """
+    sharding = batch_sharding(mesh)
     if jax.process_count() == 1:  # all arrays in one call
-        return jax.device_put(batch, batch_sharding(mesh))
-    return jax.tree.map(lambda x: put(x, batch_sharding(mesh)), batch)
+        return jax.device_put(batch, sharding)
+    index, count = share
+
+    def place(rows: np.ndarray) -> jax.Array:
+        before = index * len(rows)
+
+        def part(where: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = where[0].indices(count * len(rows))
+            return rows[start - before : stop - before]
+
+        shape = (count * len(rows), *rows.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return jax.tree.map(place, batch)

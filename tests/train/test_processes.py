@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from transformer_jax.config import Config, MeshConfig, to_json
 from transformer_jax.config import load as load_config
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.model import Model
-from transformer_jax.sharding import make_mesh
+from transformer_jax.sharding import make_mesh, own_rows
 from transformer_jax.train.optimizer import make_optimizer
 from transformer_jax.train.state import abstract_state
 
@@ -159,3 +160,32 @@ def test_a_coordinator_that_nobody_names_is_said_in_one_line(config_file: Path, 
     ((code, out, err),) = ended([start(config_file, tmp_path / "run", 1, 0, 0, "--distributed")])
     assert (code, out) == (2, "") and err.startswith("error: --distributed: ")
     assert err.count("\n") == 1 and "JAX_COORDINATOR_ADDRESS" in err
+
+
+@pytest.mark.parametrize(
+    ("sizes", "owners", "shares"),
+    [
+        ((4, 1, 1), [0, 0, 1, 1], [(0, 2), (1, 2)]),
+        ((2, 2, 1), [0, 0, 1, 1], [(0, 2), (1, 2)]),
+        ((2, 1, 2), [0, 0, 1, 1], [(0, 2), (1, 2)]),
+        ((1, 1, 4), [0, 0, 1, 1], [(0, 1), (0, 1)]),  # all rows are everybody's
+        ((2, 1, 4), [0, 0, 1, 1, 2, 2, 3, 3], [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ((4, 1, 1), [0, 1, 0, 1], [(0, 1), (0, 1)]),  # rows that do not lie together
+        ((8, 1, 1), [0, 0, 0, 1, 1, 1, 1, 1], [(0, 1), (0, 1)]),  # unequal shares
+    ],
+)
+def test_a_process_feeds_the_rows_of_its_devices(
+    sizes: tuple[int, int, int],
+    owners: list[int],
+    shares: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Bug: F121: two processes feed the same rows, or one feeds another's."""
+    devices = np.array([SimpleNamespace(process_index=owner) for owner in owners])
+    mesh = SimpleNamespace(
+        devices=devices.reshape(sizes),
+        shape=dict(zip(("data", "fsdp", "model"), sizes, strict=True)),
+    )
+    for process, share in enumerate(shares):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert own_rows(cast(Any, mesh)) == share

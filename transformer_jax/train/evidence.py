@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from transformer_jax.data.tokenizer import Tokenizer
@@ -14,7 +15,8 @@ def keep_batch(run_dir: Path, step: int, batch: Batch, tokenizer: Tokenizer) -> 
     """Write the sentence pairs of a batch, one JSON object a line.
 
     Args:
-        run_dir: the file is not-finite-STEP.jsonl in it.
+        run_dir: the file is not-finite-STEP.jsonl in it, or with several processes
+            not-finite-STEP-process-I.jsonl: each writes the rows that it feeds.
         step: number of the update that took the batch, counted from 1.
         batch: on the host.
         tokenizer: turns ids into text again.
@@ -36,6 +38,7 @@ def keep_batch(run_dir: Path, step: int, batch: Batch, tokenizer: Tokenizer) -> 
             ids = np.asarray(batch.tgt_out_ids)[row][targets[row] == segment]
             pair |= {"target": tokenizer.decode(ids), "target_ids": ids.tolist()}
             lines.append(json.dumps(pair, ensure_ascii=False) + "\n")
-    path = run_dir / f"not-finite-{step}.jsonl"
+    several = f"-process-{jax.process_index()}" if jax.process_count() > 1 else ""
+    path = run_dir / f"not-finite-{step}{several}.jsonl"
     write_whole(path, "".join(lines))
     return path

@@ -39,7 +39,7 @@ from transformer_jax.processes import (
     wait_for_all,
 )
 from transformer_jax.runtime import describe, enough_memory, keep_compiled_programs
-from transformer_jax.sharding import batch_shards, make_mesh, put, put_batch, replicated
+from transformer_jax.sharding import batch_shards, make_mesh, own_rows, put, put_batch, replicated
 from transformer_jax.train.evidence import keep_batch
 from transformer_jax.train.metrics import MetricsLog, NotFinite, Progress, Window
 from transformer_jax.train.optimizer import learning_rate, make_optimizer
@@ -104,6 +104,7 @@ class _Run:
         keep_compiled_programs()
         self.run_dir = run_dir
         self.mesh: Mesh = make_mesh(config.mesh)
+        self.share = own_rows(self.mesh)
         bleu_of(config.data.target_lang)  # what is missing is said now, not at the first score
         with_source = config.model.encoder_layers > 0
         self.splits: Splits = load_splits(config.data, with_source)
@@ -185,7 +186,7 @@ class _Run:
         window, recent = Window(learning_rate(self.config)), {}
         for step, batch, position in self._batches(first, start):
             done, recent[step + 1] = step + 1, batch
-            on_devices = put_batch(self.mesh, batch)
+            on_devices = put_batch(self.mesh, batch, self.share)
             # From here on nothing may go to the devices or come back unasked.
             with jax.transfer_guard("disallow"):
                 state, metrics = step_fn(state, on_devices)
@@ -262,9 +263,10 @@ class _Run:
         return Position(**saved)
 
     def _batches(self, first: int, start: Position) -> Iterator[tuple[int, Batch, Position]]:
-        """Batches on the host, numbered by the step that takes them, and what comes after."""
+        """This process's rows of batches, numbered by the step that takes them, and the place
+        after each."""
         steps = range(first, self.config.train.steps)
-        batches = train_batches(self.data, start, len(steps))
+        batches = train_batches(self.data, start, len(steps), self.share)
         for step, (batch, position) in zip(steps, batches, strict=True):
             yield step, batch, position
 
