@@ -87,7 +87,7 @@ def test_a_perfect_model_keeps_the_entropy_of_the_smoothing():
 def test_gradients_and_chunks(chunk: int, eps: float, monkeypatch: pytest.MonkeyPatch):
     """Bug: the hand-written gradient is not the gradient; a chunk's part is lost or doubled, above
     all when the chunks do not divide the length."""
-    monkeypatch.setattr(module, "_CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", chunk)
     hidden, table, targets, weights = example()
 
     def ours(hidden, table):
@@ -177,10 +177,10 @@ def test_logits_of_the_vocabulary_are_never_held_at_once():
     def loss(hidden, table):
         return smoothed_cross_entropy(hidden, table, targets, weights, 0.1).loss
 
-    old, module._CHUNK_LOGITS = module._CHUNK_LOGITS, 2**20
+    old, module.CHUNK_LOGITS = module.CHUNK_LOGITS, 2**20
     try:
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
     finally:
-        module._CHUNK_LOGITS = old
+        module.CHUNK_LOGITS = old
     everything = rows * length * vocabulary * 4
     assert compiled.memory_analysis().temp_size_in_bytes < everything / 4

@@ -167,7 +167,7 @@ def test_nothing_goes_to_the_devices_unasked(
     quick_run: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Bug: each step waits for a transfer that nobody sees: here, a batch that was left behind."""
-    monkeypatch.setattr(loop, "put_batch", lambda _, batch: batch)
+    monkeypatch.setattr(loop, "put_batch", lambda mesh, batch, share: batch)
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
         train(quick_run, tmp_path / "run")
 
