@@ -157,7 +157,7 @@ def put_batch(mesh: Mesh, batch: Batch, share: tuple[int, int] = (0, 1)) -> Batc
     def place(rows: np.ndarray) -> jax.Array:
         before = index * len(rows)
 
-        def part(where: tuple[slice, ...]) -> np.ndarray:
+        def part(where: Any) -> np.ndarray:  # a slice for each dimension
             start, stop, _ = where[0].indices(count * len(rows))
             return rows[start - before : stop - before]
 
