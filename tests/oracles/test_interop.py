@@ -75,6 +75,8 @@ def randomise(model: Any, pull: float = 0.0) -> None:
         if "embed_positions" in name:
             continue
         scale = 1.0 if "encoder_attn." in name else 0.3 if "attn." in name else 0.2
+        if name.endswith(("shared.weight", "embed_tokens.weight")):
+            scale = 0.2 if model.config.scale_embedding else 1.0
         torch.nn.init.normal_(parameter, 1.0 if name.endswith("norm.weight") else 0.0, scale)
     if pull:
         with torch.no_grad():
