@@ -10,7 +10,7 @@ WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
 VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 READY := $(VENV)/ready-$(VERSION)
 
-.PHONY: setup train test test-all test-oracles plan-tools lint format clean
+.PHONY: setup train test test-all test-oracles bench plan-tools lint format clean
 
 setup: $(READY)
 
@@ -52,6 +52,11 @@ plan-tools: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	    --target $(VENV)/plan-tools "$$($(BIN)/python -c "import importlib.metadata as m; \
 	    print(next(r.partition(';')[0] for r in m.requires('jax') if r.startswith('libtpu')))")"
+
+# Beside other people's toolkits: make bench NAME=decode ARGS='--rounds 3'
+bench: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-oracles.txt
+	PYTHONPATH=. $(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """Peak memory of a training step against sequence length, by the compiler's own analysis.
 
-    python benchmarks/attention_memory.py
+    make bench NAME=attention_memory
 
 Nothing is run: each step is compiled for one device and asked for its temporary memory.
 """

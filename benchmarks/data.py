@@ -1,7 +1,7 @@
 """How full batches are and how fast one core makes them, beside Grain; memory of a large corpus.
 
-    python benchmarks/data.py --pairs train.en train.de --pairs other.en other.de
-    python benchmarks/data.py --large 2000000
+    make bench NAME=data ARGS='--pairs train.en train.de --pairs other.en other.de'
+    make bench NAME=data ARGS='--large 2000000'
 
 The first prints, for each corpus and in one process on one core, the fill rate (real source and
 target tokens over all slots) and source and target tokens a second of every way to make batches,

@@ -1,7 +1,7 @@
 """Decoding beside CTranslate2 and transformers, in one interleaved run with the same weights.
 
-    python benchmarks/decode.py                                # base size, random ids, 30 -> 40
-    python benchmarks/decode.py --checkpoint RUN --input FILE --sentences 1000    # a trained run
+    make bench NAME=decode                                          # base size, 30 -> 40 ids
+    make bench NAME=decode ARGS='--checkpoint RUN --input FILE --sentences 1000'    # a trained run
 
 Each contender is a process of its own that decodes the whole input when told to; the parent tells
 them in turn (A B C A B C ...), so that a drifting machine drifts for all. Before the clock starts

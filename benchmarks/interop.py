@@ -1,6 +1,6 @@
 """Does a trained model say the same in CTranslate2, and in transformers if its format holds it?
 
-    python benchmarks/interop.py RUN_DIR [--sentences 500] [--quantization int8]
+    make bench NAME=interop ARGS='RUN_DIR [--sentences 500] [--quantization int8]'
 
 Exports the run, translates held-out sentences with length penalty 0 and beam 4 on both sides, with
 CTranslate2's own rule of candidates and stopping, and prints one JSON object: the share of

@@ -1,6 +1,6 @@
 """Training step beside PyTorch's, in one interleaved run: the paper's base model on this machine.
 
-    python benchmarks/train_step.py [--rounds 7] [--rows 32] [--length 64] [--torch-compile]
+    make bench NAME=train_step ARGS='[--rounds 7] [--rows 32] [--length 64] [--torch-compile]'
 
 Each contender is a process of its own that makes one step when told to; the parent tells them in
 turn (A B C A B C ...), so that a drifting machine drifts for all. The first round is dropped.

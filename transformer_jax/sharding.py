@@ -87,7 +87,8 @@ def spread_rows(x: jax.Array, axis: int = 0) -> jax.Array:
     Where both the rows and a parameter are spread over fsdp, the compiler may otherwise move the
     activations instead of the parameter. Does nothing outside `on_mesh`.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:  # on one device the constraint would only hinder fusion
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * axis, BATCH_AXES))
 
