@@ -8,6 +8,7 @@ import pytest
 from transformer_jax import bulk
 from transformer_jax.bulk import find_jobs, run_jobs, stream
 from transformer_jax.config import ConfigError
+from transformer_jax.data.files import COMPRESSED
 
 
 def shout(texts: list[str], first: int) -> list[str]:
@@ -115,3 +116,11 @@ def test_refusals_name_what_is_allowed(parts):
         with pytest.raises(ConfigError) as error:
             find_jobs(*arguments)
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", COMPRESSED)
+def test_outputs_are_plain_and_named_so(tmp_path, suffix):
+    """Bug: plain text under the name of a compressed file."""
+    (tmp_path / f"7.en{suffix}").touch()
+    (job,) = find_jobs([str(tmp_path / "*")], tmp_path / "out")
+    assert job.output == tmp_path / "out" / "7.en"

@@ -13,11 +13,10 @@ import rich.console
 import rich.progress
 
 from transformer_jax.config import ConfigError
-from transformer_jax.data.files import read_lines
+from transformer_jax.data.files import COMPRESSED, read_lines
 
 # Lines taken at a time: enough to sort by length, few enough to hold.
 CHUNK_LINES = 2048
-_COMPRESSED = (".gz", ".xz", ".zst")
 
 # Texts and the number of the first, counted from 1 -> an output line for each.
 Translate = Callable[[list[str], int], Iterable[str]]
@@ -74,7 +73,7 @@ def find_jobs(inputs: Sequence[str], output_dir: str | Path, share: str = "0/1")
     outputs: dict[Path, str] = {}
     for name in names:
         path = Path(name)
-        output = Path(output_dir) / (path.stem if path.suffix in _COMPRESSED else path.name)
+        output = Path(output_dir) / (path.stem if path.suffix in COMPRESSED else path.name)
         if output in outputs:
             raise ConfigError(
                 f"--input: got {outputs[output]} and {name}, allowed: files of different names, "

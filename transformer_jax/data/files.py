@@ -18,6 +18,7 @@ from transformer_jax.types import Pair
 
 logger = logging.getLogger(__name__)
 _BLOCK = 1 << 20
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings of files that are unpacked
 
 
 def read_lines(path: str | Path | int) -> Iterator[str]:
