@@ -109,7 +109,8 @@ def test_refusals_name_what_is_allowed(parts):
     for arguments, words in (
         (([pattern, str(other / "1.en")], parts / "out"), "files of different names"),
         (([pattern], parts / "in"), "not that of the inputs"),
-        (([str(parts / "none*")], parts / "out"), "a file, or a pattern of files"),
+        (([str(parts / "none*")], parts / "out"), "a pattern that some file matches"),
+        (([pattern, str(parts / "none")], parts / "out"), "none', allowed: files and patterns"),
         (([pattern], parts / "out", "2/2"), "--share: got '2/2', allowed: I/N"),
         (([pattern], parts / "out", "half"), "--share: got 'half', allowed: I/N"),
     ):

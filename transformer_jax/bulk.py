@@ -1,7 +1,6 @@
 """Many lines, many files: through a function of texts in bounded memory, outputs whole."""
 
 import contextlib
-import glob
 import itertools
 import os
 import sys
@@ -13,7 +12,7 @@ import rich.console
 import rich.progress
 
 from transformer_jax.config import ConfigError
-from transformer_jax.data.files import COMPRESSED, read_lines
+from transformer_jax.data.files import COMPRESSED, expand, read_lines
 
 # Lines taken at a time: enough to sort by length, few enough to hold.
 CHUNK_LINES = 2048
@@ -69,7 +68,10 @@ def find_jobs(inputs: Sequence[str], output_dir: str | Path, share: str = "0/1")
     index, _, count = share.partition("/")
     if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
         raise ConfigError(f"--share: got {share!r}, allowed: I/N with I from 0 to N - 1")
-    names = sorted({name for pattern in inputs for name in _matching(pattern)})
+    names = sorted({name for pattern in inputs for name in expand(pattern, "--input")})
+    for name in names:
+        if not Path(name).is_file():
+            raise ConfigError(f"--input: got {name!r}, allowed: files and patterns of files")
     outputs: dict[Path, str] = {}
     for name in names:
         path = Path(name)
@@ -99,15 +101,6 @@ def run_jobs(jobs: Sequence[Job], translate: Translate) -> None:
             raise ConfigError(f"{job.output}: cannot be written: {error.strerror}") from None
         finally:
             part.unlink(missing_ok=True)
-
-
-def _matching(pattern: str) -> list[str]:
-    if Path(pattern).is_file():
-        return [pattern]
-    found = [name for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
-    if not found:
-        raise ConfigError(f"--input: got {pattern}, allowed: a file, or a pattern of files")
-    return found
 
 
 @contextlib.contextmanager

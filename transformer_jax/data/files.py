@@ -154,7 +154,7 @@ def entries(
     """
     if not (with_source or sources):
         return [
-            Entry(value, TextPairs(tuple((None, path) for path in _expand(value, flags[1]))))
+            Entry(value, TextPairs(tuple((None, path) for path in expand(value, flags[1]))))
             for value in targets
         ]
     sided = [value for value in sources if not _is_table(value)]
@@ -165,12 +165,12 @@ def entries(
         )
     found, rest = [], iter(targets)
     for value in sources:
-        paths = _expand(value, flags[0])
+        paths = expand(value, flags[0])
         if _is_table(value):
             found.append(Entry(value, TextPairs(tuple((path, None) for path in paths))))
             continue
         target = next(rest)
-        others = _expand(target, flags[1])
+        others = expand(target, flags[1])
         if len(paths) != len(others):
             raise ConfigError(
                 f"{flags[1]}: got {len(others)} files for {target!r}, "
@@ -180,10 +180,15 @@ def entries(
     return found
 
 
-def _expand(value: str, flag: str) -> list[str]:
+def expand(value: str, flag: str) -> list[str]:
+    """The files that a pattern such as "parts/*.en.gz" matches, sorted; a plain name stays.
+
+    Raises:
+        ConfigError: a pattern that no file matches.
+    """
     if Path(value).exists() or not glob.has_magic(value):
         return [value]
-    paths = sorted(glob.glob(value, recursive=True))
+    paths = sorted(p for p in glob.glob(value, recursive=True) if not Path(p).is_dir())
     if not paths:
         raise ConfigError(f"{flag}: got {value!r}, allowed: a pattern that some file matches")
     return paths
