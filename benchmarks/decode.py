@@ -2,6 +2,11 @@
 
     make bench NAME=decode                                          # base size, 30 -> 40 ids
     make bench NAME=decode ARGS='--checkpoint RUN --input FILE --sentences 1000'    # a trained run
+    make bench NAME=decode ARGS='--checkpoint RUN --input FILE --at-base-size'      # the same, wide
+
+With --at-base-size the trained model is blown up to the paper's base size without a change of what
+it computes: every activation stands there several times over, and further layers add nothing. So
+base-size arithmetic meets sentences that end where a trained model ends them.
 
 Each contender is a process of its own that decodes the whole input when told to; the parent tells
 them in turn (A B C A B C ...), so that a drifting machine drifts for all. Before the clock starts
@@ -179,8 +184,6 @@ def random_run(directory: Path, vocabulary: int) -> None:
 
     import jax
 
-    from transformer_jax import config as configs
-    from transformer_jax.checkpoint import Checkpoints
     from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerConfig
     from transformer_jax.data.embedded import embedded_splits
     from transformer_jax.data.tokenizer import Tokenizer
@@ -193,12 +196,81 @@ def random_run(directory: Path, vocabulary: int) -> None:
     )
     pairs = embedded_splits("de", cldr_train_pairs=config.data.cldr_train_pairs)[0]
     tokenizer = Tokenizer.train(pairs, config.tokenizer)
-    tokenizer.save(directory / "tokenizer")
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     )
-    (directory / "config.json").write_text(configs.to_json(config), "utf-8")
     params = jax.jit(Model(config.model).init)(jax.random.key(0))
+    save_run(directory, config, tokenizer, params)
+
+
+def widened_run(directory: Path, checkpoint: str) -> None:
+    """A run directory of base size that computes what a smaller, pre-norm one computes."""
+    import dataclasses
+
+    import jax
+    import numpy as np
+
+    from transformer_jax.config import ConfigError, ModelConfig
+    from transformer_jax.decode.trained import load_trained
+    from transformer_jax.model import Model
+    from transformer_jax.model.positions import sinusoids
+
+    trained = load_trained(checkpoint)
+    old, base = trained.config.model, ModelConfig()
+    times = {
+        "embed": base.d_model // old.d_model,
+        "mlp": base.d_ff // old.d_ff,
+        "heads": base.num_heads // old.num_heads,
+    }
+    times["kv_heads"] = times["heads"]
+    fits = old.norm_position == "pre" and old.positions == "sinusoidal"
+    fits &= base.d_model == old.d_model * times["embed"] and base.d_ff == old.d_ff * times["mlp"]
+    if not fits or base.num_heads != old.num_heads * times["heads"]:
+        raise ConfigError("--at-base-size: allowed: a pre-norm model whose sizes divide base's")
+    new = dataclasses.replace(
+        old,
+        d_model=base.d_model,
+        d_ff=base.d_ff,
+        num_heads=base.num_heads,
+        encoder_layers=base.encoder_layers,
+        decoder_layers=base.decoder_layers,
+        positions="learned",
+        max_positions=512,
+    )
+    copies = lambda x, axes: np.tile(np.asarray(x), [times.get(axis, 1) for axis in axes])
+    params = jax.tree.map(copies, trained.params, Model(old).logical_axes())
+    # Copies that a product sums over are divided by their number.
+    summed = {name: times["embed"] for name in ("query", "key", "value", "inner", "gate")}
+    summed |= {"out": times["heads"], "outer": times["mlp"]}
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: x / summed.get(path[-1].key, 1), params
+    )
+    # One table for both ends: the input is scaled by sqrt(d_model), the output sums the copies.
+    root = times["embed"] ** 0.5 if old.embedding_scale else 1.0
+    params["embedding"] = params["embedding"] / root
+    params["decoder_norm"] = {
+        name: x * root / times["embed"] for name, x in params["decoder_norm"].items()
+    }
+    table = sinusoids(np.arange(512), old.d_model, old.sinusoid_order, old.sinusoid_exponent)
+    for stack, depth in (("encoder", old.encoder_layers), ("decoder", old.decoder_layers)):
+        params[f"{stack}_positions"] = copies(table.astype(np.float32), ("positions", "embed"))
+        idle = jax.tree_util.tree_map_with_path(
+            lambda path, x: x * (path[-1].key not in ("out", "outer", "outer_bias")),
+            params[f"{stack}_0"],
+        )
+        for i in range(depth, base.encoder_layers):
+            params[f"{stack}_{i}"] = idle
+    config = dataclasses.replace(trained.config, model=new)
+    save_run(directory, config, trained.tokenizer, jax.device_put(params))
+
+
+def save_run(directory: Path, config: Any, tokenizer: Any, params: Any) -> None:
+    """A run directory with one checkpoint."""
+    from transformer_jax import config as configs
+    from transformer_jax.checkpoint import Checkpoints
+
+    tokenizer.save(directory / "tokenizer")
+    (directory / "config.json").write_text(configs.to_json(config), "utf-8")
     checkpoints = Checkpoints(
         directory,
         keep_latest=1,
@@ -219,11 +291,14 @@ def prepare(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from transformer_jax.data.tokenizer import Tokenizer
 
     run = directory / "run"
-    if options.checkpoint:
+    if options.checkpoint and not options.at_base_size:
         run.symlink_to(Path(options.checkpoint).absolute())
     else:
         run.mkdir()
-        random_run(run, options.vocabulary)
+        if options.checkpoint:
+            widened_run(run, options.checkpoint)
+        else:
+            random_run(run, options.vocabulary)
     exports = {
         "CTranslate2 float32": ("export-ctranslate2", "float32", "--quantization", "float32"),
         "CTranslate2 int8": ("export-ctranslate2", "int8", "--quantization", "int8"),
@@ -292,6 +367,7 @@ def main() -> None:
     """Run the contenders in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", help="a trained run; absent: base size, random weights")
+    parser.add_argument("--at-base-size", action="store_true", help="blow the trained run up")
     parser.add_argument("--input", help="text to translate; absent: random ids, 30 -> 40 tokens")
     parser.add_argument("--sentences", type=int, default=64)
     parser.add_argument("--slow-sentences", type=int, default=64, help="for transformers")

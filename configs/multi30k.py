@@ -1,9 +1,9 @@
 """Multi30k English to German, 29,000 image captions (fetch it yourself: github.com/multi30k).
 
-    python train.py --config configs/multi30k.py:DIR --workdir runs/multi30k
+    python train.py --config configs/multi30k.py:DIR --workdir runs/multi30k-en-de
+    python train.py --config configs/multi30k.py:DIR:de-en --workdir runs/multi30k-de-en
 
 DIR holds train.en, train.de, val.en, val.de, test_2016_flickr.en and test_2016_flickr.de.
-For the other direction add --data.source-lang de --data.target-lang en and swap the files.
 """
 
 from transformer_jax.config import (
@@ -16,34 +16,48 @@ from transformer_jax.config import (
 )
 
 
-def get_config(directory: str = "data/multi30k") -> Config:
-    """A small model with strong dropout, for a small corpus."""
+def get_config(place: str = "data/multi30k") -> Config:
+    """A small model and ten epochs, for a small corpus.
+
+    Args:
+        place: the directory, and after a colon another direction than en-de.
+    """
+    directory, _, direction = place.partition(":")
+    source, _, target = (direction or "en-de").partition("-")
     return Config(
         model=ModelConfig(
             d_model=256,
-            d_ff=1024,
+            d_ff=512,
             num_heads=4,
             encoder_layers=3,
             decoder_layers=3,
             norm_position="pre",
-            dropout=0.3,
-            embedding_dropout=0.3,
+            dropout=0.2,
+            embedding_dropout=0.2,
         ),
-        tokenizer=TokenizerConfig(vocab_size=8000),
+        tokenizer=TokenizerConfig(vocab_size=6000),
         data=DataConfig(
             source="text",
-            train_source=(f"{directory}/train.en",),
-            train_target=(f"{directory}/train.de",),
-            valid_source=(f"{directory}/val.en",),
-            valid_target=(f"{directory}/val.de",),
-            test_source=(f"{directory}/test_2016_flickr.en",),
-            test_target=(f"{directory}/test_2016_flickr.de",),
+            source_lang=source,
+            target_lang=target,
+            train_source=(f"{directory}/train.{source}",),
+            train_target=(f"{directory}/train.{target}",),
+            valid_source=(f"{directory}/val.{source}",),
+            valid_target=(f"{directory}/val.{target}",),
+            test_source=(f"{directory}/test_2016_flickr.{source}",),
+            test_target=(f"{directory}/test_2016_flickr.{target}",),
             max_source_tokens=96,
             max_target_tokens=96,
-            global_batch_tokens=4096,
+            global_batch_tokens=2048,
         ),
         optimizer=OptimizerConfig(
-            schedule="cosine", learning_rate=1e-3, warmup_steps=500, clip_norm=1.0
+            schedule="cosine", learning_rate=1.5e-3, warmup_steps=400, clip_norm=1.0
         ),
-        train=TrainConfig(steps=2500, eval_every_steps=500, checkpoint_every_steps=250),
+        train=TrainConfig(
+            steps=2800,
+            eval_every_steps=700,
+            checkpoint_every_steps=100,
+            keep_checkpoints=10,
+            average_last=5,
+        ),
     )

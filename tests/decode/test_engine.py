@@ -281,7 +281,6 @@ def test_a_batch_that_shrinks_and_grows_gives_the_same(W, monkeypatch):
     a sentence that has ended is taken along and searched again."""
     sources = random_sources([1 + i % 8 for i in range(30)], seed=2)
     one_by_one = [search([source], W, extra=30)[0] for source in sources]
-    monkeypatch.setattr(engine_module, "STEPS", 2)
     monkeypatch.setattr(engine_module, "TIMES", (2, 4, 8, 16, 32, 64))
     monkeypatch.setattr(engine_module, "COMPACT_FROM", 0)
     rows = []
