@@ -8,9 +8,9 @@ not named is as in the base model.
 """
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 
+from transformer_jax.command_line import load_config_file
 from transformer_jax.config import Config, ConfigError
 
 ROWS: dict[str, dict[str, float | str]] = {
@@ -47,7 +47,7 @@ def get_config(row: str = "base") -> Config:
     """The base run with one row's changes."""
     if row not in ROWS:
         raise ConfigError(f"--config table3.py:{row}: got {row!r}, allowed: {', '.join(ROWS)}")
-    base = _base()
+    base = load_config_file(str(Path(__file__).with_name("base.py")))
     changes = dict(ROWS[row])
     steps = 300_000 if row == "big" else base.train.steps
     smoothing = float(changes.pop("label_smoothing", base.train.label_smoothing))
@@ -59,12 +59,3 @@ def get_config(row: str = "base") -> Config:
             base.data, tfds_valid_split="validation", tfds_test_split="validation"
         ),
     )
-
-
-def _base() -> Config:
-    """The config of base.py beside this file."""
-    spec = importlib.util.spec_from_file_location("base", Path(__file__).with_name("base.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()

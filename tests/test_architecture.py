@@ -153,7 +153,7 @@ def test_entry_points_and_configs_import_what_they_may():
     """Bug: a config file that computes, or a train.py that knows the model."""
     assert own(imports_of(REPOSITORY / "train.py")) == {"command_line", "train.loop"}
     for path in (REPOSITORY / "configs").glob("*.py"):
-        assert own(imports_of(path)) == {"config"}, path
+        assert own(imports_of(path)) <= {"config", "command_line"}, path
 
 
 def test_checkpoint_and_model_do_not_know_each_other():
