@@ -89,11 +89,15 @@ def nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 # ---- Other devices ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+@pytest.fixture(
+    scope="module",
+    params=[{"data": 2, "fsdp": 2, "model": 2}, {"data": 1, "fsdp": 8}],
+    ids=["2,2,2", "1,8,1"],
+)
+def saved(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run directory written by eight devices, and what was written."""
     run_dir = tmp_path_factory.mktemp("run with ü")
-    state = items(fill(abstract(mesh(8, data=2, fsdp=2, model=2))))
+    state = items(fill(abstract(mesh(8, **request.param))))
     assert not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
     checkpoints = open_checkpoints(run_dir)
     checkpoints.save(3, state, {"loss": 1.5})
@@ -221,6 +225,15 @@ def test_a_restored_state_is_not_compiled_anew(saved):
     step(fill(wanted))
     step(open_checkpoints(run_dir).restore(3, wanted))
     assert step._cache_size() == 1
+
+
+def test_restored_arrays_can_be_donated(saved):
+    """Bug: F113: a resumed run holds its first state twice, and only resumed runs lack memory."""
+    run_dir, _ = saved
+    restored = open_checkpoints(run_dir).restore(3, items(abstract(mesh(2, fsdp=2, data=1))))
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    jax.block_until_ready(step(restored))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(restored))
 
 
 def test_a_tree_that_does_not_fit_is_listed_by_name(saved):
