@@ -150,7 +150,7 @@ def torch_loss(config: Config, run_dir: Path) -> float:
     torch.manual_seed(config.seed)
     model, o = Translator(config).train(), config.optimizer
     adam = torch.optim.Adam(model.parameters(), 1.0, (o.b1, o.b2), o.epsilon)
-    batches = train_batches(data, Position(), config.train.steps)
+    batches, losses = train_batches(data, Position(), config.train.steps), []
     for update, (batch, _) in enumerate(batches, 1):
         for group in adam.param_groups:
             group["lr"] = rate(config, update)
@@ -162,8 +162,9 @@ def torch_loss(config: Config, run_dir: Path) -> float:
         if o.clip_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
         adam.step()
-        if update % 100 == 0:
-            print(f"torch: update {update}, loss {loss.item():.3f}", flush=True)
+        losses.append(loss.item())
+        if update % 50 == 0:
+            print(f"torch: update {update}, loss {np.mean(losses[-50:]):.3f}", flush=True)
     model.eval()
     langs = config.data.source_lang, config.data.target_lang
     pairs = [pair for part in splits.valid.values() for pair in part]
