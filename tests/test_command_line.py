@@ -1,7 +1,9 @@
 """Both commands as people start them: exit codes, one line for a mistake, what goes to stdout."""
 
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -347,6 +349,37 @@ def test_sigterm_leaves_whole_lines(workshop: Path, tmp_path: Path):
     lines = written.split("\n")
     assert lines.pop() == "" and 0 < len(lines) < 40_000
     assert len(set(lines)) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("amid", ["garbage", "a library"])
+def test_a_stop_is_never_lost(number: signal.Signals, amid: str):
+    """Bug: Python drops what a handler raises while garbage is collected, where JAX has a callback,
+    and jaxlib makes a ValueError of what is raised while it compares: the job goes on, or ends in a
+    traceback."""
+
+    def collected(phase: str, _: object) -> None:
+        if phase == "start":
+            os.kill(os.getpid(), number)
+
+    def main(_: object) -> int:
+        if amid == "garbage":
+            gc.callbacks.append(collected)
+            gc.collect()
+            gc.callbacks.remove(collected)
+            time.sleep(30)
+        try:
+            os.kill(os.getpid(), number)
+        except SystemExit as stop:
+            raise ValueError("not comparable") from stop
+        return 0
+
+    before = signal.getsignal(number)
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as stop:
+        command_line.run(main)
+    assert (stop.value.code, time.monotonic() - start < 20) == (128 + number, True)
+    assert signal.getsignal(number) is before
 
 
 def test_files_in_bulk_with_draws(workshop: Path, tmp_path: Path):

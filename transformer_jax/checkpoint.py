@@ -15,6 +15,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.config import ConfigError
+from transformer_jax.processes import is_first, wait_for_all
 
 FORMAT_VERSION = 1
 _SAVE_TIMEOUT_SECS = 600
@@ -46,8 +47,9 @@ class Checkpoints:
     ) -> None:
         policies = ocp.training.preservation_policies
         self._run_dir, self._fingerprint = run_dir, fingerprint
-        if jax.process_index() == 0:
+        if is_first():
             _set_aside_broken(checkpoint_root(run_dir))
+        wait_for_all("broken checkpoints are set aside")
         latest = policies.LatestN(keep_latest)
         best = policies.BestN(
             get_metric_fn=_goodness(best_metric),

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, cast
 
 import tyro
@@ -82,23 +83,67 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Call main with the arguments; a user's mistake is one line on stderr and exit code 2."""
     for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale
         cast(io.TextIOWrapper, stream).reconfigure(encoding="utf-8", errors="backslashreplace")
-    # Unwinds, so that files are closed after a whole line. Training has a handler of its own.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        code = main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
-    except BrokenPipeError:  # the reader of our output has gone
-        code = 0
-        sys.stderr.close()
-    except (FloatingPointError, MemoryError, OSError) as error:
-        # Training, a model, a device or a disk went wrong, and says so in words.
-        print(f"error: {error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
+    with _Stop() as stop:
+        try:
+            code = main(sys.argv[1:])
+        except BaseException as error:
+            # A library may have made another error of a stop that came amid its own work.
+            code = 128 + stop.number if stop.number else _exit_code(error)
     sys.exit(code or 0)
+
+
+def _exit_code(error: BaseException) -> int:
+    """The user's and the machine's errors are told in one line; any other is raised."""
+    match error:
+        case ConfigError():
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        case BrokenPipeError():  # the reader of our output has gone
+            sys.stderr.close()
+            return 0
+        case FloatingPointError() | MemoryError() | OSError():
+            # Training, a model, a device or a disk went wrong, and says so in words.
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    raise error
+
+
+class _Stop:
+    """SIGTERM and Ctrl-C unwind the command, so that files are closed after a whole line.
+
+    Training has handlers of its own while there is something to save.
+
+    Attributes:
+        number: of the first signal; 0 so far.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> "_Stop":
+        self._handlers = {
+            number: signal.signal(number, self._unwind)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+        }
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._retry
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._hook
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _unwind(self, number: int, _: FrameType | None) -> NoReturn:
+        self.number = self.number or number
+        raise SystemExit(128 + self.number)
+
+    def _retry(self, dropped: "sys.UnraisableHookArgs") -> None:
+        """Python drops what is raised while it collects garbage, in which JAX takes part: unwind a
+        moment later."""
+        if issubclass(dropped.exc_type, SystemExit) and self.number:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        else:
+            self._hook(dropped)
 
 
 def _one_line(box: str) -> str:

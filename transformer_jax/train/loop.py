@@ -221,6 +221,7 @@ class _Run:
             window.check(done)
         except NotFinite as error:
             kept = keep_batch(self.run_dir, error.step, recent[error.step], self.tokenizer)
+            self.checkpoints.wait()
             good = f"the last good checkpoint is step {self.checkpoints.latest_step}"
             said = f"{error.said}; its batch is in {kept}; {good}"
             raise NotFinite(error.step, said) from None
@@ -319,6 +320,7 @@ class _Run:
         position: Position,
     ) -> None:
         if not np.isfinite(jax.device_get(self.norm(state.params))):
+            self.checkpoints.wait()
             raise FloatingPointError(
                 f"step {step}: parameters are not finite; the last good checkpoint is "
                 f"step {self.checkpoints.latest_step} in {self.run_dir}"

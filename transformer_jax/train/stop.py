@@ -27,7 +27,8 @@ def patience_is_over(values: Sequence[dict[str, Any]], metric: str, patience: in
 class StopSignal:
     """During training the first signal asks for a stop after the step, a second one leaves at once.
 
-    Before and after training there is nothing to save, and the first one leaves.
+    Before and after training there is nothing to save, and the first one leaves, in the way that
+    was set before.
 
     Attributes:
         number: the signal that came; None so far.
@@ -56,8 +57,10 @@ class StopSignal:
         finally:
             self._training = False
 
-    def _ask(self, number: int, _: FrameType | None) -> None:
+    def _ask(self, number: int, frame: FrameType | None) -> None:
         if not self._training:
+            if callable(before := self._before[signal.Signals(number)]):
+                before(number, frame)
             raise SystemExit(128 + number)
         if self.number is not None:
             os._exit(128 + number)
