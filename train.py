@@ -43,4 +43,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    command_line.use_huge_pages()
     command_line.run(main)

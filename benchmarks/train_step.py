@@ -21,6 +21,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from transformer_jax.command_line import HUGE_PAGES
+
 _COUNTED = 2  # steps of a turn
 V, D, H, F, LAYERS, DROPOUT, SMOOTHING = 8000, 512, 8, 2048, 6, 0.1, 0.1
 
@@ -142,6 +144,7 @@ CONTENDERS = {
     "ours, all dropout": lambda r, n: ours(
         r, n, attention_dropout=DROPOUT, activation_dropout=DROPOUT
     ),
+    "ours, small pages": lambda r, n: ours(r, n),
     "torch eager": lambda r, n: torchs(r, n, fused=False, compiled=False),
     "torch fused AdamW": lambda r, n: torchs(r, n, fused=True, compiled=False),
     "torch compiled": lambda r, n: torchs(r, n, fused=True, compiled=True),
@@ -185,6 +188,8 @@ def main() -> None:
     names = [n for n in CONTENDERS if options.torch_compile or n != "torch compiled"]
     size = ["--rows", str(options.rows), "--length", str(options.length)]
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": ""}
+    # As train.py starts itself. PyTorch keeps its memory and gains nothing by it.
+    asks = lambda name: HUGE_PAGES if name in ("ours", "ours, all dropout") else {}
     processes = {
         name: subprocess.Popen(
             [sys.executable, __file__, "--work", name, *size],
@@ -192,7 +197,7 @@ def main() -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=environment,
+            env=environment | asks(name),
         )
         for name in names
     }

@@ -382,6 +382,42 @@ def test_a_stop_is_never_lost(number: signal.Signals, amid: str):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize(
+    ("who", "environment", "starts"),
+    [
+        ("always [madvise] never", {}, 2),
+        ("always [madvise] never", {"GLIBC_TUNABLES": ""}, 1),
+        ("[always] madvise never", {}, 1),
+        (None, {}, 1),
+    ],
+)
+def test_training_asks_for_huge_pages_once(
+    tmp_path: Path, who: str | None, environment: dict[str, str], starts: int
+):
+    """Bug: it restarts for ever, with other arguments, as another process, or against the user."""
+    if who is not None:
+        (tmp_path / "enabled").write_text(who + "\n", encoding="ascii")
+    (tmp_path / "begin.py").write_text(
+        "import os, pathlib, sys\n"
+        "from transformer_jax import command_line\n"
+        "print(os.getpid(), sys.argv[1:], os.environ.get('GLIBC_TUNABLES'), flush=True)\n"
+        f"command_line._HUGE_PAGES = pathlib.Path({str(tmp_path / 'enabled')!r})\n"
+        "command_line.use_huge_pages()\n",
+        encoding="utf-8",
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    command = [sys.executable, "-W", "error", tmp_path / "begin.py", "a b", "--c"]
+    said = subprocess.check_output(
+        command, env=clean | {"PYTHONPATH": str(REPOSITORY)} | environment, text=True
+    )
+    lines = said.splitlines()
+    assert len(lines) == starts
+    pid, _, rest = lines[0].partition(" ")
+    assert rest == f"['a b', '--c'] {environment.get('GLIBC_TUNABLES')}"
+    if starts == 2:
+        assert lines[1] == f"{pid} ['a b', '--c'] glibc.malloc.hugetlb=1"
+
+
 def test_files_in_bulk_with_draws(workshop: Path, tmp_path: Path):
     """Bug: flags of the search, of draws or of bulk mode do not arrive; draws differ by file."""
     flags = ["--temperature", "1", "--top-k", "5", "--seed", "3", "--mbr", "3", "--n-best", "2"]

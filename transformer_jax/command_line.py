@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import os
 import re
 import signal
 import sys
@@ -17,6 +18,8 @@ import tyro
 
 from transformer_jax.config import Config, ConfigError, check
 
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _BOX = re.compile("[╭╮╰╯│─]+")
 
 
@@ -90,6 +93,22 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
             # A library may have made another error of a stop that came amid its own work.
             code = 128 + stop.number if stop.number else _exit_code(error)
     sys.exit(code or 0)
+
+
+def use_huge_pages() -> None:
+    """Start this process anew with huge pages, where Linux gives them only to those who ask.
+
+    A step on a CPU takes gigabytes from the system and gives them back; in pages of 4 KiB that is
+    a tenth of its time. glibc asks for huge ones if it is told to before it starts. GLIBC_TUNABLES
+    in the environment, empty or not, comes first.
+    """
+    try:
+        who = _HUGE_PAGES.read_text("ascii")
+    except OSError:  # no Linux, or one without them
+        return
+    if "[madvise]" in who and "GLIBC_TUNABLES" not in os.environ and sys.executable:
+        os.environ |= HUGE_PAGES
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _exit_code(error: BaseException) -> int:
