@@ -190,8 +190,9 @@ def main() -> None:
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": ""}
     # As train.py starts itself. PyTorch keeps its memory and gains nothing by it.
     asks = lambda name: HUGE_PAGES if name in ("ours", "ours, all dropout") else {}
-    processes = {
-        name: subprocess.Popen(
+    processes, reports = {}, {}
+    for name in names:  # one after the other, so that each compiles on a quiet machine
+        processes[name] = subprocess.Popen(
             [sys.executable, __file__, "--work", name, *size],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -199,11 +200,7 @@ def main() -> None:
             text=True,
             env=environment | asks(name),
         )
-        for name in names
-    }
-    reports = {}
-    for name, process in processes.items():
-        reports[name] = json.loads(process.stdout.readline())
+        reports[name] = json.loads(processes[name].stdout.readline())
     secs: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(options.rounds):
         first = round_number % len(names)  # what runs before may matter: no one is always first
