@@ -1,14 +1,22 @@
 """Programs that run without this project."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
+import jax
 import pytest
 
 from transformer_jax import Translator
 from transformer_jax.__main__ import main
+from transformer_jax.config import Config, DataConfig, DecodeConfig, ModelConfig, TokenizerConfig
+from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.interop.weights import write_run
+from transformer_jax.model import Model
 
+WORDS = "the cat saw a dog and one bird sang Write to stop, fill 123 über größe".split()
 LINES = ["the cat saw a dog", "Write to stop, fill 123", "größe", "the the the one bird sang"]
 # Runs translate.py where the project cannot be imported.
 BLOCKED = """
@@ -19,23 +27,54 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-def test_the_export_runs_where_the_project_is_not(run: Path, tmp_path: Path):
-    """Bug: a program of one length only, a cache or mask off by one, a pytree class of ours."""
-    output = tmp_path / "programs"
-    assert main(["export-stablehlo", "--checkpoint", str(run), "--output", str(output)]) == 0
+def run_alone(programs: Path, lines: list[str]) -> list[str]:
+    """What translate.py of an export writes, in a process without the project."""
     result = subprocess.run(
-        [sys.executable, "-c", BLOCKED, str(output / "translate.py")],
-        input="\n".join(LINES) + "\n",
-        cwd=tmp_path,
+        [sys.executable, "-c", BLOCKED, str(programs / "translate.py")],
+        input="\n".join(lines) + "\n",
+        cwd=programs,
         env={"JAX_PLATFORMS": "cpu", "PATH": "", "PYTHONUTF8": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout.split("\n")[:-1]
+
+
+def test_the_export_runs_where_the_project_is_not(run: Path, tmp_path: Path):
+    """Bug: a program of one length only, a cache or mask off by one, a pytree class of ours."""
+    output = tmp_path / "programs"
+    assert main(["export-stablehlo", "--checkpoint", str(run), "--output", str(output)]) == 0
     ours = Translator.from_checkpoint(run).translate(LINES, beam_size=1)
-    assert result.stdout.split("\n")[:-1] == ours
+    assert run_alone(output, LINES) == ours
     assert len(set(ours)) > 1
+
+
+@pytest.mark.parametrize("place", ["source", "both"])
+def test_the_export_speaks_the_language_of_the_run(
+    place: Literal["source", "both"], tiny_config: ModelConfig, tmp_path: Path
+):
+    """Bug: tags of a multilingual model are left out, so that it writes whatever language."""
+    lines = [(" ".join(WORDS[i * j % len(WORDS)] for j in range(1, 8)),) * 2 for i in range(200)]
+    learned = Tokenizer.train(lines, TokenizerConfig(vocab_size=300), ["en", "de", "fr"])
+    tokenizer = Tokenizer(learned.source, None, learned.tags, place)
+    model = dataclasses.replace(tiny_config, vocab_size=tokenizer.vocab_size)
+    params = jax.jit(Model(model).init)(jax.random.key(1))
+    data = DataConfig(source_lang="en", target_lang="de", max_source_tokens=48)
+    config = Config(model=model, data=data, decode=DecodeConfig(max_extra_tokens=4))
+    write_run(tmp_path / "run", params, config, tokenizer)
+    translator = Translator.from_checkpoint(tmp_path / "run")
+    ours = translator.translate(LINES, beam_size=1)
+    french = translator.translate(LINES, beam_size=1, target_lang="fr")
+    assert ours != french
+    program = str(tmp_path / "programs")
+    assert (
+        main(["export-stablehlo", "--checkpoint", str(tmp_path / "run"), "--output", program]) == 0
+    )
+    asks = [">>fr<<" * (place == "source") + line for line in LINES]
+    found = run_alone(Path(program), LINES + asks)
+    assert found == ours + (french if place == "source" else ours)
 
 
 def test_a_batch_of_hypotheses_equals_the_model(run: Path, tmp_path: Path):

@@ -56,8 +56,7 @@ def export_stablehlo(trained: Trained, output: Path) -> None:
         "unk": special.unk,
         "start": special.start,
         "forbidden": [*special.forbidden, *range(tokenizer.vocab_size, c.vocab_size)],
-        "tags": tokenizer.tags,
-        "tag_place": tokenizer.tag_place if tokenizer.tags else None,
+        **_language_tags(trained),
         "past": {"layers": c.decoder_layers, **programs.head_sizes(), "dtype": c.dtype},
         "max_extra_tokens": trained.config.decode.max_extra_tokens,
     }
@@ -71,6 +70,22 @@ def export_stablehlo(trained: Trained, output: Path) -> None:
             pieces = {side.piece(i): i for i in range(side.size)}
             write_json(directory / f"{name}_vocabulary.json", pieces)
         (directory / "translate.py").write_bytes(_SCRIPT.read_bytes())
+
+
+def _language_tags(trained: Trained) -> dict[str, Any]:
+    """The tags there are, and those of the run's languages in front of source and target."""
+    tokenizer, data = trained.tokenizer, trained.config.data
+    try:
+        (source,) = tokenizer.encode_source([""], data.source_lang, data.target_lang)
+        target = tokenizer.target_prefix(data.target_lang)
+    except ConfigError:  # each text has to name its language, as >>deu<<
+        source, target = [tokenizer.eos_id], []
+    return {
+        "tags": tokenizer.tags,
+        "tag_place": tokenizer.tag_place if tokenizer.tags else None,
+        "source_prefix": source[:-1],
+        "target_prefix": target,
+    }
 
 
 class _Programs:
