@@ -119,6 +119,9 @@ def test_two_processes_train_what_one_does(config_file: Path, tmp_path: Path):
     assert one[0][0] == 0, one
     assert "cpu: 4 x " in two[0][2] and "step 3/3" in two[0][2]
     assert "loss" not in two[1][1] + two[1][2], "the second process is silent"
+    assert "the same command without --distributed averages and reports" in two[0][2]
+    ((code, out, _),) = ended([start(config_file, tmp_path / "two", 2, 0, 0, *arguments)])
+    assert (code, "sacreBLEU" in out) == (0, True)
     assert steps_of(tmp_path / "two") == steps_of(tmp_path / "one")
     for got, want in zip(metrics_of(tmp_path / "two"), metrics_of(tmp_path / "one"), strict=True):
         assert got.keys() == want.keys()

@@ -89,7 +89,9 @@ def train(
         run = _Run(config, workdir.expanduser().absolute())
         with stop.after_the_step(), enough_memory(run.config):
             run.to_the_end(stop)
-        if stop.number is None and steps_of(run.run_dir) and jax.process_count() == 1:
+        if stop.number is None and jax.process_count() > 1:
+            logger.info("trained; the same command without --distributed averages and reports")
+        elif stop.number is None and steps_of(run.run_dir):
             if run.config.train.average_last:
                 kept = sum(step > 0 for step in steps_of(run.run_dir))
                 average(run.run_dir, min(run.config.train.average_last, kept))
