@@ -102,7 +102,10 @@ def test_a_perfect_translation_scores_100():
 
 @pytest.mark.parametrize(
     ("lang", "tokenizer"),
-    [("zh", "zh"), ("zh-CN", "zh"), ("zh_Hant", "zh"), ("de", "13a"), ("pt_BR", "13a")],
+    [
+        *[("zh", "zh"), ("zh-CN", "zh"), ("zh_Hant", "zh"), ("zho_Hans", "zh"), ("cmn", "zh")],
+        *[("de", "13a"), ("pt_BR", "13a"), ("deu_Latn", "13a")],
+    ],
 )
 def test_the_language_chooses_the_tokenizer_and_says_so(lang: str, tokenizer: str):
     """Bug: F127: Chinese is scored in words, and comes out 20 points off."""
@@ -111,14 +114,15 @@ def test_the_language_chooses_the_tokenizer_and_says_so(lang: str, tokenizer: st
     assert by_lang[0] > by_lang[1] + 20
 
 
-def test_a_language_without_its_tokenizer_is_one_line(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("lang", ["ja", "jpn_Jpan"])
+def test_a_language_without_its_tokenizer_is_one_line(lang: str, monkeypatch: pytest.MonkeyPatch):
     """Bug: F127: Japanese without MeCab ends in a traceback, or in another tokenizer's score."""
     monkeypatch.setitem(sys.modules, "MeCab", None)  # as if not installed
     monkeypatch.delitem(sys.modules, "sacrebleu.tokenizers.tokenizer_ja_mecab", raising=False)
     with pytest.raises(ConfigError) as error:
-        text_quality(["a"], ["a"], "ja")
+        text_quality(["a"], ["a"], lang)
     said = str(error.value)
-    assert said.startswith("--data.target-lang: got 'ja': ") and "pip install" in said
+    assert said.startswith(f"--data.target-lang: got {lang!r}: ") and "pip install" in said
     assert "\n" not in said
 
 

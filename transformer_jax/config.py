@@ -358,6 +358,21 @@ _BELOW_ONE = {
 }
 
 
+_TWO_LETTERS = {
+    **dict.fromkeys(("zho", "chi", "cmn", "yue", "lzh", "wuu", "nan"), "zh"),
+    **{"jpn": "ja", "kor": "ko", "tha": "th", "lao": "lo", "khm": "km", "mya": "my", "bur": "my"},
+}
+
+
+def base_language(code: str) -> str:
+    """The language of zh-CN, zh_Hans, cmn_Hant or jpn_Jpan: zh, zh, zh, ja.
+
+    Three letters become two where scores and spaces depend on the language; others stay.
+    """
+    language = code.lower().replace("_", "-").partition("-")[0]
+    return _TWO_LETTERS.get(language, language)
+
+
 def flag(path: str) -> str:
     """The command line's spelling of a field: train.log_every_steps -> --train.log-every-steps."""
     return "--" + path.replace("_", "-")

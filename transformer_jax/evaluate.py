@@ -1,7 +1,6 @@
 """Quality of a model on held-out pairs: token loss, and sacreBLEU and chrF of real translations."""
 
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import numpy as np
 import sacrebleu
 from jax.sharding import Mesh
 
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, base_language
 from transformer_jax.data.batching import Encoded
 from transformer_jax.data.pipeline import eval_batches
 from transformer_jax.decode.translator import Translator
@@ -71,13 +70,13 @@ def translation_quality(
 
 
 def bleu_of(target_lang: str) -> sacrebleu.BLEU:
-    """sacreBLEU with the tokenizer of a language, such as zh, zh-CN or zh_Hans.
+    """sacreBLEU with the tokenizer of a language, such as zh, zh-CN or zho_Hans.
 
     Raises:
         ConfigError: the tokenizer of the language is not installed (ja and ko need MeCab).
     """
     try:
-        return sacrebleu.BLEU(trg_lang=re.split("[-_]", target_lang.lower())[0])
+        return sacrebleu.BLEU(trg_lang=base_language(target_lang))
     except RuntimeError as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"--data.target-lang: got {target_lang!r}: {said}") from None

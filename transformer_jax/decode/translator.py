@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer_jax.config import Config, ConfigError, MeshConfig
+from transformer_jax.config import Config, ConfigError, MeshConfig, base_language
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.decode.engine import LENGTHS, Engine, Hypothesis, Request, padded, rung
 from transformer_jax.decode.sampling import Sampling
@@ -210,7 +210,7 @@ class Translator:
                     for t, h in zip(some, hypotheses, strict=True)
                 ]
             of_text[owner[k]].append(some)
-        space = "" if langs[1] in _WITHOUT_SPACES else " "
+        space = "" if base_language(langs[1] or "") in _WITHOUT_SPACES else " "
         return [_joined(some, space) for some in of_text]
 
     def score(
