@@ -2,17 +2,15 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from transformer_jax import config as configs
-from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import Config, ConfigError, DataConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.embedded import embedded_splits
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.decode.trained import load_trained
+from transformer_jax.interop.weights import write_run
 from transformer_jax.model import Model
 from transformer_jax.model.positions import sinusoids
 
@@ -30,7 +28,7 @@ def random_run(directory: Path, vocabulary: int) -> None:
         config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     )
     params = jax.jit(Model(config.model).init)(jax.random.key(0))
-    save_run(directory, config, tokenizer, params)
+    write_run(directory, params, config, tokenizer)
 
 
 def widened_run(directory: Path, checkpoint: str) -> None:
@@ -86,19 +84,4 @@ def widened_run(directory: Path, checkpoint: str) -> None:
         for i in range(depth, wanted):
             params[f"{stack}_{i}"] = idle
     config = dataclasses.replace(trained.config, model=new)
-    save_run(directory, config, trained.tokenizer, jax.device_put(params))
-
-
-def save_run(directory: Path, config: Any, tokenizer: Any, params: Any) -> None:
-    """A run directory with one checkpoint."""
-    tokenizer.save(directory / "tokenizer")
-    (directory / "config.json").write_text(configs.to_json(config), "utf-8")
-    checkpoints = Checkpoints(
-        directory,
-        keep_latest=1,
-        keep_best=0,
-        best_metric="loss",
-        fingerprint=tokenizer.fingerprint,
-    )
-    checkpoints.save(1, {"params": params}, None)
-    checkpoints.close()
+    write_run(directory, params, config, trained.tokenizer)

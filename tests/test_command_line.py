@@ -19,7 +19,6 @@ import train
 from transformer_jax import __main__ as commands
 from transformer_jax import command_line
 from transformer_jax import config as configs
-from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import (
     Config,
     DataConfig,
@@ -29,6 +28,7 @@ from transformer_jax.config import (
     TrainConfig,
 )
 from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.interop.weights import write_run
 from transformer_jax.model import Model
 from transformer_jax.types import Pair
 
@@ -133,19 +133,9 @@ def write(path: Path, lines: Sequence[str]) -> None:
 def save_run(run_dir: Path, config: Config, pairs: Sequence[Pair]) -> None:
     """What training leaves behind, without training."""
     tokenizer = Tokenizer.train(pairs, config.tokenizer)
-    tokenizer.save(run_dir / "tokenizer")
     model = ModelConfig(**(vars(config.model) | {"vocab_size": tokenizer.vocab_size}))
-    (run_dir / "config.json").write_text(configs.to_json(Config(**vars(config) | {"model": model})))
-    checkpoints = Checkpoints(
-        run_dir,
-        keep_latest=1,
-        keep_best=0,
-        best_metric="loss",
-        fingerprint=tokenizer.fingerprint,
-    )
     params = jax.jit(Model(model).init)(jax.random.key(0))
-    checkpoints.save(1, {"params": params}, None)
-    checkpoints.close()
+    write_run(run_dir, params, Config(**vars(config) | {"model": model}), tokenizer)
 
 
 # ---- Mistakes -----------------------------------------------------------------------------------
@@ -380,6 +370,24 @@ def test_a_stop_is_never_lost(number: signal.Signals, amid: str):
         command_line.run(main)
     assert (stop.value.code, time.monotonic() - start < 20) == (128 + number, True)
     assert signal.getsignal(number) is before
+
+
+def test_a_stop_that_comes_too_late_ends_nothing_else():
+    """Bug: the alarm that would have raised it again kills the process when it is unwatched."""
+
+    def collected(phase: str, _: object) -> None:
+        if phase == "start":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def main(_: object) -> int:
+        gc.callbacks.append(collected)
+        gc.collect()
+        gc.callbacks.remove(collected)
+        return 0
+
+    with pytest.raises(SystemExit) as stop:
+        command_line.run(main)
+    assert (stop.value.code, signal.getitimer(signal.ITIMER_REAL)) == (0, (0.0, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ class _Stop:
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a retry that nothing waits for any more
         sys.unraisablehook = self._hook
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

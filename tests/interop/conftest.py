@@ -18,8 +18,12 @@ WORDS = "the cat saw a dog and one bird sang Write to stop, fill 123 über grö�
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer() -> Tokenizer:
-    lines = [" ".join(WORDS[i * j % len(WORDS)] for j in range(1, 8)) for i in range(200)]
+def lines() -> list[str]:
+    return [" ".join(WORDS[i * j % len(WORDS)] for j in range(1, 8)) for i in range(200)]
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(lines: list[str]) -> Tokenizer:
     return Tokenizer.train(
         [(line, line.upper()) for line in lines], TokenizerConfig(vocab_size=310)
     )

@@ -16,7 +16,6 @@ from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.interop.weights import write_run
 from transformer_jax.model import Model
 
-WORDS = "the cat saw a dog and one bird sang Write to stop, fill 123 über größe".split()
 LINES = ["the cat saw a dog", "Write to stop, fill 123", "größe", "the the the one bird sang"]
 # Runs translate.py where the project cannot be imported.
 BLOCKED = """
@@ -53,11 +52,11 @@ def test_the_export_runs_where_the_project_is_not(run: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("place", ["source", "both"])
 def test_the_export_speaks_the_language_of_the_run(
-    place: Literal["source", "both"], tiny_config: ModelConfig, tmp_path: Path
+    place: Literal["source", "both"], tiny_config: ModelConfig, lines: list[str], tmp_path: Path
 ):
     """Bug: tags of a multilingual model are left out, so that it writes whatever language."""
-    lines = [(" ".join(WORDS[i * j % len(WORDS)] for j in range(1, 8)),) * 2 for i in range(200)]
-    learned = Tokenizer.train(lines, TokenizerConfig(vocab_size=300), ["en", "de", "fr"])
+    pairs = [(line, line) for line in lines]
+    learned = Tokenizer.train(pairs, TokenizerConfig(vocab_size=300), ["en", "de", "fr"])
     tokenizer = Tokenizer(learned.source, None, learned.tags, place)
     model = dataclasses.replace(tiny_config, vocab_size=tokenizer.vocab_size)
     params = jax.jit(Model(model).init)(jax.random.key(1))

@@ -78,7 +78,7 @@ def _language_tags(trained: Trained) -> dict[str, Any]:
     try:
         (source,) = tokenizer.encode_source([""], data.source_lang, data.target_lang)
         target = tokenizer.target_prefix(data.target_lang)
-    except ConfigError:  # each text has to name its language, as >>deu<<
+    except ConfigError:  # of no language yet: texts name it, as >>deu<<, or settings.json does
         source, target = [tokenizer.eos_id], []
     return {
         "tags": tokenizer.tags,

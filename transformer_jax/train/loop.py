@@ -223,9 +223,7 @@ class _Run:
             window.check(done)
         except NotFinite as error:
             kept = keep_batch(self.run_dir, error.step, recent[error.step], self.tokenizer)
-            self.checkpoints.wait()
-            good = f"the last good checkpoint is step {self.checkpoints.latest_step}"
-            said = f"{error.said}; its batch is in {kept}; {good}"
+            said = f"{error.said}; its batch is in {kept}; {self._last_good()}"
             raise NotFinite(error.step, said) from None
         recent.clear()
 
@@ -322,12 +320,15 @@ class _Run:
         position: Position,
     ) -> None:
         if not np.isfinite(jax.device_get(self.norm(state.params))):
-            self.checkpoints.wait()
             raise FloatingPointError(
-                f"step {step}: parameters are not finite; the last good checkpoint is "
-                f"step {self.checkpoints.latest_step} in {self.run_dir}"
+                f"step {step}: parameters are not finite; {self._last_good()} in {self.run_dir}"
             )
         self.checkpoints.save(step, state.items(), metrics, position._asdict())
+
+    def _last_good(self) -> str:
+        """What is safe, saves under way included."""
+        self.checkpoints.wait()
+        return f"the last good checkpoint is step {self.checkpoints.latest_step}"
 
 
 def _due(step: int, every: int, last: int) -> bool:
