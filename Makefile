@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/quickstart.py
-TESTS := -q -n 2 --dist loadfile
+# A worker that dies ends the tests: with loadfile, xdist waits for its files for ever.
+TESTS := -q -n 2 --dist loadfile --max-worker-restart 0
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
 VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 READY := $(VENV)/ready-$(VERSION)

@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test, and tiny models and runs to share."""
 
+import gc
 from collections.abc import Iterator
 
 import jax
@@ -20,6 +21,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 TINY = ModelConfig(
     vocab_size=40, d_model=32, d_ff=64, num_heads=4, encoder_layers=2, decoder_layers=2
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_dropped() -> Iterator[None]:
+    """A compiled program holds dozens of memory maps, of which Linux gives a process 65,530: beyond
+    them jaxlib ends in a segmentation fault. One file of tests leaves up to 30,000."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

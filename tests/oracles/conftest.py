@@ -23,8 +23,7 @@ FLAGS = """
 
 @pytest.fixture(autouse=True)
 def programs_are_dropped() -> Iterator[None]:
-    """A compiled program holds dozens of memory maps, of which Linux gives a process 65,530: beyond
-    them jaxlib ends in a segmentation fault."""
+    """After each test: one here compiles as much as a file elsewhere."""
     yield
     jax.clear_caches()
     gc.collect()
