@@ -1,4 +1,4 @@
-"""What JAX runs on: the line that names it, and the cache of compiled programs."""
+"""What JAX runs on: the line that names it, its compiled programs on disk and in memory."""
 
 import contextlib
 import hashlib
@@ -36,6 +36,21 @@ def keep_compiled_programs() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_COMPILE_SECS)
+
+
+def maps_run_out() -> bool:
+    """Whether this process holds half of the memory maps that Linux gives it (65,530).
+
+    On a CPU a compiled program takes dozens of them for each layer of a model, and beyond the last
+    one jaxlib ends in a segmentation fault.
+    """
+    if jax.default_backend() != "cpu":
+        return False
+    try:
+        held = Path("/proc/self/maps").read_bytes().count(b"\n")
+        return held > int(Path("/proc/sys/vm/max_map_count").read_text("ascii")) // 2
+    except OSError:  # no Linux
+        return False
 
 
 def describe(mesh: Mesh) -> str:

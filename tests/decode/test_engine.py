@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import mmap
+import sys
 
 import jax
 import numpy as np
@@ -218,7 +220,7 @@ def programs(monkeypatch):
             record.append((name, arguments, shapes, tuple(static.items())))
             return original(*arguments, **static)
 
-        call._cache_size = original._cache_size
+        call._cache_size, call.clear_cache = original._cache_size, original.clear_cache
         monkeypatch.setattr(engine_module, name, call)
 
     watch("_start")
@@ -249,6 +251,23 @@ def test_the_second_pass_compiles_nothing():
     search(random_sources([5, 2, 11, 10], seed=3), 1, params=random_params(4))
     assert sizes() == before
     assert before[0] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts memory maps")
+def test_programs_are_dropped_before_memory_maps_run_out():
+    """Bug: a process with a few hundred programs, as of callers that choose options freely, ends in
+    a segmentation fault."""
+    sources = random_sources([3, 9])
+    kinds = range(1, 4)
+    found = [search(sources, 3, num_hypotheses=n) for n in kinds]
+    assert engine_module._start._cache_size() >= len(kinds)
+    # Neighbours of unlike protection stay maps of their own.
+    protections = (mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE)
+    held = [mmap.mmap(-1, 4096, prot=protections[i % 2]) for i in range(33_000)]
+    assert [search(sources, 3, num_hypotheses=n) for n in kinds] == found
+    assert engine_module._start._cache_size() == 1
+    for page in held:
+        page.close()
 
 
 def test_every_source_is_given_whole_with_its_own_limit(programs):

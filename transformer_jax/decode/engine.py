@@ -21,6 +21,7 @@ from transformer_jax.data.tokenizer import OURS, SpecialIds
 from transformer_jax.decode.sampling import Sampling
 from transformer_jax.decode.search import DEAD, BeamSearch, BeamState, SearchResult, StepFunction
 from transformer_jax.model import Model
+from transformer_jax.runtime import maps_run_out
 from transformer_jax.sharding import batch_sharding, batch_shards
 
 # Lengths that a source or a prompt is padded to; longer ones go up in steps of the last.
@@ -122,6 +123,7 @@ class Engine:
             most = max(r for r in ROWS if r == 1 or r * width <= batch_tokens)
             group = [i for i in order[:most] if lengths[i] <= width]
             order = order[len(group) :]
+            _drop_programs()
             batch = _Batch(self, search, [requests[i] for i in group], compact)
             for i, hypotheses in zip(group, batch.run(), strict=True):
                 results[i] = hypotheses
@@ -149,6 +151,7 @@ class Engine:
             most = max(r for r in ROWS if r == 1 or r * width <= batch_tokens)
             group = [i for i in order[:most] if widths[i] <= width]
             order = order[len(group) :]
+            _drop_programs()
             rows = self.rows(len(group))
             src_ids = padded([given[i] for i in group], rows, width, self.special.pad)
             tgt_ids = padded([targets[i] for i in group], rows, width, self.special.pad)
@@ -401,6 +404,14 @@ def _score(
     log_probs = jax.nn.log_softmax(_mean(logits))
     counts = real & (jnp.arange(tgt_ids.shape[1]) >= forced)
     return jnp.take_along_axis(log_probs, tgt_ids[:, :, None], 2)[:, :, 0] * counts
+
+
+def _drop_programs() -> None:
+    """Before there are too many, as when a server's callers choose options freely; those that are
+    wanted again come back from disk."""
+    if maps_run_out():
+        for program in (_start, _advance, _finish, _grow, _take_rows, _score):
+            program.clear_cache()
 
 
 def _hypotheses(
