@@ -55,7 +55,7 @@ def ours(directory: Path, job: dict[str, Any]) -> Decode:
     )
 
     def decode(sources: list[list[int]], job: dict[str, Any]) -> list[list[int]]:
-        requests = [Request(ids, job["fixed"] or len(ids) + 50) for ids in sources]
+        requests = [Request(ids, job["fixed"] or 256) for ids in sources]
         found = engine.decode(search, requests, job["batch_tokens"])
         job["log_probs"] = [some[0].log_prob for some in found]
         return [some[0].ids for some in found]
@@ -122,7 +122,7 @@ def transformers(directory: Path, job: dict[str, Any]) -> Decode:
                 num_beams=job["beam"],
                 length_penalty=job["alpha"],
                 early_stopping=True,
-                max_new_tokens=job["fixed"] or width + 50,
+                max_new_tokens=job["fixed"] or 256,
                 min_new_tokens=job["fixed"] or None,
             )
             for i, row in zip(group, found.tolist(), strict=True):

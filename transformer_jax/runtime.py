@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from transformer_jax.config import Config
 
 # Programs that compile faster than this are not worth a file.
-_LEAST_COMPILE_SECS = 0.5
+_LEAST_COMPILE_SECS = 0.05
 
 
 def keep_compiled_programs() -> None:

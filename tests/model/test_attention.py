@@ -47,6 +47,20 @@ def test_attention_equals_the_loops(masked):
     np.testing.assert_allclose(got, attention_by_loops(query, key, value, mask), **TOLERANCE)
 
 
+def test_keys_in_blocks_are_the_same_keys():
+    """Bug: the scores of the blocks come back in another order than the values have."""
+    query, key, value = random_inputs(3, H=4, M=15)
+    key, value = key[:, :2], value[:, :2]  # each for two query heads
+    mask = np.random.default_rng(4).random((2, 4, 15)) < 0.7
+    blocks = key.reshape(2, 2, 5, 3, -1)
+    for implementation in ("plain", "blockwise"):
+        got = attention(
+            query, blocks, value, Mask(explicit=mask[:, None]), implementation=implementation
+        )
+        want = attention_by_loops(query, key.repeat(2, 1), value.repeat(2, 1), mask)
+        np.testing.assert_allclose(got, want, **TOLERANCE)
+
+
 def test_a_masked_key_and_value_change_nothing():
     """Bug: masked scores leak through, because they are far, but not far enough, below."""
     query, key, value = random_inputs(2)

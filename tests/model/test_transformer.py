@@ -11,6 +11,7 @@ import pytest
 
 from transformer_jax.config import Config, ConfigError, ModelConfig, check
 from transformer_jax.model import Model
+from transformer_jax.model.layers import in_blocks, out_of_blocks, place_in_blocks
 from transformer_jax.model.positions import sinusoids
 from transformer_jax.sharding import RULES
 
@@ -516,7 +517,7 @@ def test_cached_steps_equal_the_full_forward_pass(name, prefix, example):
     src_ids, _, src_segments, _ = example
     rng = np.random.default_rng(prefix)
     cache = new_cache(config)(params, src_ids, src_segments > 0)
-    assert cache.past[0].key.shape[-1] == cache.past[0].value.shape[2] == W * T
+    assert out_of_blocks(cache.past[0].key).shape[-1] == cache.past[0].value.shape[2] == W * T
     found, parents = [], np.zeros((B, W), np.int32)
     history = rng.integers(4, 23, (B, 1, prefix)).repeat(W, 1)  # ids of each hypothesis
     if prefix:
@@ -538,6 +539,57 @@ def test_cached_steps_equal_the_full_forward_pass(name, prefix, example):
             want = logits(params, src_ids, ids[:, w], src_segments, ones, config=config)
             want = want[:, length - got.shape[2] : length]
             np.testing.assert_allclose(got[:, w], want, **SAME)
+
+
+@pytest.mark.parametrize(
+    ("slots", "times", "first", "new", "blocks"),
+    [
+        (4, 16, 5, 1, 2),  # a step of four hypotheses amid the second block of 32
+        (4, 16, 8, 1, 2),
+        (3, 32, 17, 1, 2),  # blocks of 48
+        (1, 64, 33, 1, 2),
+        (4, 16, 0, 11, 2),  # a prompt of more than one block
+        (1, 64, 0, 64, 2),
+        (4, 9, 8, 1, 1),  # 36 places are no blocks
+    ],
+)
+def test_keys_find_their_places_in_blocks(slots, times, first, new, blocks):
+    """Bug: a write beyond its block is moved back by JAX, over the keys of an earlier token."""
+    rng = np.random.default_rng(0)
+    past, key = (rng.normal(size=(2, 3, 5, n * slots)).astype(np.float32) for n in (times, new))
+    cache = in_blocks(past, slots)
+    assert cache.shape[2] == blocks
+    place = jax.jit(place_in_blocks, compiler_options=QUICK)
+    got = np.asarray(out_of_blocks(place(cache, key, np.int32(first * slots))))
+    past[..., first * slots : (first + new) * slots] = key
+    end = (first + new) * slots
+    np.testing.assert_array_equal(got[..., :end], past[..., :end])
+    if new == 1:  # a prompt goes into an empty cache
+        np.testing.assert_array_equal(got, past)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_cache_of_several_blocks(grows):
+    """Bugs: a prompt longer than a block, or growth from one block to several, loses keys."""
+    config, W, prompt, steps = DECODER_ONLY, 4, 13, 3
+    params, rng = random_params(config), np.random.default_rng(2)
+    length = prompt + steps
+    ids = rng.integers(4, 23, (B, length)).astype(np.int32)
+    model = Model(config)
+    cache = model.init_cache(params, None, None, prompt if grows else 16, W, B)
+    assert cache.past[0].key.shape[2] == (1 if grows else 2)
+    found, cache = prefill(config)(params, ids[:, :prompt], cache)
+    if grows:
+        cache = cache.grown(16 - prompt)
+    assert cache.past[0].key.shape[2] == 2
+    ones = np.ones((B, length), np.int32)
+    want = logits(params, ids, ids, ones, ones, config=config)
+    np.testing.assert_allclose(found, want[:, :prompt], **SAME)
+    for i in range(steps):
+        token = ids[:, prompt + i, None].repeat(W, 1)
+        got, cache = cached_step(config)(params, token, np.zeros((B, W), np.int32), cache)
+        for w in range(W):
+            np.testing.assert_allclose(got[:, w], want[:, prompt + i], **SAME)
 
 
 def test_prompts_of_different_lengths_share_a_prefill():

@@ -265,7 +265,8 @@ class _Batch:
 
     def _collect(self, state: BeamState, wanted: np.ndarray) -> None:
         """Note the hypotheses of some rows."""
-        found = jax.device_get(_finish(state, search=self._search))
+        # Without the cache, which plays no part: one program for many of its shapes.
+        found = jax.device_get(_finish(state._replace(cache=()), search=self._search))
         reached = np.asarray(state.length - state.offset)
         for row in np.flatnonzero(wanted & (self._owner >= 0)):
             request = int(self._owner[row])
@@ -411,7 +412,7 @@ def _drop_programs() -> None:
     wanted again come back from disk."""
     if maps_run_out():
         for program in (_start, _advance, _finish, _grow, _take_rows, _score):
-            program.clear_cache()
+            program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _hypotheses(

@@ -119,8 +119,8 @@ class BeamSearch:
             n = W  # the worst of W finished ones decides
         empty = SearchResult(
             ids=jnp.zeros((B, n, max_len), jnp.int32),
-            log_prob=jnp.full((B, n), DEAD),
-            score=jnp.full((B, n), DEAD),
+            log_prob=jnp.full((B, n), DEAD, jnp.float32),
+            score=jnp.full((B, n), DEAD, jnp.float32),
             finished=jnp.zeros((B, n), bool),
         )
         return BeamState(
@@ -129,7 +129,7 @@ class BeamSearch:
             token=jnp.broadcast_to(first_token[:, None], (B, W)).astype(jnp.int32),
             parent=jnp.zeros((B, W), jnp.int32),
             ids=jnp.zeros((B, W, max_len), jnp.int32),
-            log_prob=jnp.full((B, W), DEAD).at[:, 0].set(log_prob),
+            log_prob=jnp.full((B, W), DEAD, jnp.float32).at[:, 0].set(log_prob),
             length=jnp.broadcast_to(offset, (B,)).astype(jnp.int32),
             limit=jnp.asarray(limit, jnp.int32),
             offset=jnp.broadcast_to(offset, (B,)).astype(jnp.int32),

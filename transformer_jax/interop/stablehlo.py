@@ -132,7 +132,7 @@ class _Programs:
             B, T = token.shape[0], past[0][0].shape[3]
             times = jnp.arange(T, dtype=jnp.int32)
             cache = DecodeCache(
-                past=tuple(KeysAndValues(*layer) for layer in past),
+                past=tuple(KeysAndValues(key[:, :, None], value) for key, value in past),
                 cross=tuple(KeysAndValues(*layer) for layer in source["cross"]),
                 src_mask=source["mask"],
                 ancestry=jnp.zeros((B, 1, T), jnp.int32),
@@ -142,7 +142,7 @@ class _Programs:
             )
             params = unflatten(weights)
             logits, cache = self._model.decode_step(params, token[:, None], None, cache)
-            return logits[:, 0], [tuple(layer) for layer in cache.past]
+            return logits[:, 0], [(layer.key[:, :, 0], layer.value) for layer in cache.past]
 
         sizes = self.head_sizes()
         G, K, U = sizes["G"], sizes["K"], sizes["U"]

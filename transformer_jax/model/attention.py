@@ -6,6 +6,7 @@ cudnn       the fused kernel of NVIDIA GPUs, float16 and bfloat16
 tpu         the fused kernel of TPUs from jax.experimental.pallas
 """
 
+import math
 from typing import Any
 
 import jax
@@ -38,7 +39,8 @@ def attention(
 
     Args:
         query: [B, H, Q, K].
-        key: [B, G, M, K]; G divides H, and each key head serves H / G query heads.
+        key: [B, G, M, K]; G divides H, and each key head serves H / G query heads. Or in N blocks,
+            [B, G, N, M / N, K].
         value: [B, G, M, U], where U is d_v.
         mask: who may attend to whom.
         bias: added to the scores.
@@ -59,6 +61,7 @@ def attention(
         weights = attention_weights(query, key, mask, bias)
         weights = dropout(weights, dropout_rate, dropout_key)
         return _weighted_sum(weights, value)
+    key = whole(key)
     if implementation == "blockwise":
         return blockwise_attention(
             query, key, value, mask, bias, dropout_rate=dropout_rate, dropout_key=dropout_key
@@ -73,20 +76,37 @@ def attention(
     return jnp.where(sees, result, 0)
 
 
+def whole(key: jax.Array) -> jax.Array:
+    """Keys [B, G, M, K], whether or not they are in blocks."""
+    return key.reshape(*key.shape[:2], -1, key.shape[-1])
+
+
 def attention_weights(
     query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None = None
 ) -> jax.Array:
-    """softmax(Q K^T / sqrt(d_k)), float32 [B, H, Q, M]; zeros where nothing may be attended to."""
+    """softmax(Q K^T / sqrt(d_k)), float32 [B, H, Q, M]; zeros where nothing may be attended to.
+
+    Keys may be in blocks, as in attention().
+    """
     B, H, Q, K = query.shape
-    G, M = key.shape[1:3]
-    grouped = (query * K**-0.5).reshape(B, G, H // G * Q, K)
-    scores = jnp.einsum("BGQK,BGMK->BGQM", grouped, key, preferred_element_type=jnp.float32)
-    scores = scores.reshape(B, H, Q, M)
+    G, M = key.shape[1], math.prod(key.shape[2:-1])
+    scores = _products((query * K**-0.5).reshape(B, G, H // G * Q, K), key).reshape(B, H, Q, M)
     if bias is not None:
         scores += bias(mask.distance(0, Q, 0, M))
     visible = mask.dense(Q, M)
     weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
     return jnp.where(visible, weights, 0.0)
+
+
+def _products(query: jax.Array, key: jax.Array) -> jax.Array:
+    """Of queries [B, G, Q, K] with all keys of their head: float32 [B, G, Q, M]."""
+    if key.ndim == 4:
+        return jnp.einsum("BGQK,BGMK->BGQM", query, key, preferred_element_type=jnp.float32)
+    # The queries once for each block: one product of many small matrices.
+    B, G, N, M, K = key.shape
+    query = jnp.broadcast_to(query[:, :, None], (B, G, N, query.shape[2], K))
+    found = jnp.einsum("BGNQK,BGNMK->BGNQM", query, key, preferred_element_type=jnp.float32)
+    return jnp.swapaxes(found, 2, 3).reshape(B, G, -1, N * M)
 
 
 def _weighted_sum(weights: jax.Array, value: jax.Array) -> jax.Array:
@@ -99,7 +119,7 @@ def _weighted_sum(weights: jax.Array, value: jax.Array) -> jax.Array:
 def _choose(
     query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None, drops: bool
 ) -> str:
-    long = max(query.shape[2], key.shape[2]) >= LONG
+    long = max(query.shape[2], math.prod(key.shape[2:-1])) >= LONG
     fused = {"gpu": "cudnn", "tpu": "tpu"}.get(jax.default_backend())
     if fused and not _refusal(fused, query, mask, bias, drops) and (long or fused == "cudnn"):
         return fused

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.model.attention import attention, attention_weights
+from transformer_jax.model.attention import attention, attention_weights, whole
 from transformer_jax.model.dropout import DropoutKey, dropout
 from transformer_jax.model.linear import linear_attention
 from transformer_jax.model.masks import Mask
@@ -62,8 +62,38 @@ class KeysAndValues(NamedTuple):
     the time so. Nothing is copied for it in training, where the compiler folds it away.
     """
 
-    key: jax.Array  # [B, G, K, M]
+    key: jax.Array  # [B, G, K, M]; of a cache [B, G, N, K, M / N], in N blocks
     value: jax.Array  # [B, G, M, U]
+
+
+def in_blocks(key: jax.Array, slots: int) -> jax.Array:
+    """Keys [B, G, K, M] in blocks of some times of all slots: [B, G, N, K, M / N].
+
+    A step reads the whole cache, and a CPU reads it from memory twice as fast if the rows of a
+    block are short. An accelerator wants them long: one block.
+    """
+    size = max(32, math.lcm(16, slots))
+    if jax.default_backend() != "cpu" or key.shape[3] % size:
+        return key[:, :, None]
+    B, G, K, _ = key.shape
+    return jnp.swapaxes(key.reshape(B, G, K, -1, size), 2, 3)
+
+
+def place_in_blocks(blocks: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
+    """Write keys [B, G, K, P] to the places `first` and on: within one block, or from place 0."""
+    size = blocks.shape[-1]
+    if new.shape[3] > size:
+        new = jnp.pad(new, ((0, 0), (0, 0), (0, 0), (0, -new.shape[3] % size)))
+        new = jnp.swapaxes(new.reshape(*new.shape[:3], -1, size), 2, 3)
+    else:
+        new = new[:, :, None]
+    return lax.dynamic_update_slice(blocks, new, (0, 0, first // size, 0, first % size))
+
+
+def out_of_blocks(key: jax.Array) -> jax.Array:
+    """What in_blocks() was given."""
+    B, G, _, K, _ = key.shape
+    return jnp.swapaxes(key, 2, 3).reshape(B, G, K, -1)
 
 
 class Norm(nn.Module):
@@ -146,11 +176,11 @@ class MultiHeadAttention(nn.Module):
         """x [B, Q, D] attends to projected keys and values: [B, Q, D]."""
         c = self.config
         query = self._rotated(self._heads(x, "query"), mask.query_positions)
-        key, value = jnp.swapaxes(memory.key, 2, 3), memory.value
+        key, value = jnp.swapaxes(memory.key, -1, -2), memory.value
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "weights", attention_weights(query, key, mask, bias))
         if self.is_self and c.attention == "linear":
-            context = linear_attention(query, key, value, mask)
+            context = linear_attention(query, whole(key), value, mask)
         else:
             context = attention(
                 query,
@@ -317,20 +347,24 @@ class DecoderLayer(nn.Module):
         """
         B, P, W, D = x.shape
 
-        def place(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-            """Write P * W' columns along an axis, empty slots filled with zeros."""
-            if slots > W:
-                shape = (*new.shape[:axis], P, W, *new.shape[axis + 1 :])
-                pad = [(0, slots - W if i == axis + 1 else 0) for i in range(len(shape))]
-                new = jnp.pad(new.reshape(shape), pad)
-                new = new.reshape(*new.shape[:axis], P * slots, *new.shape[axis + 2 :])
-            new = new.astype(old.dtype)
-            return lax.dynamic_update_slice_in_dim(old, new, index * slots, axis)
+        def all_slots(new: jax.Array, axis: int) -> jax.Array:
+            """P * W' columns along an axis as P * slots, empty slots filled with zeros."""
+            if slots == W:
+                return new
+            shape = (*new.shape[:axis], P, W, *new.shape[axis + 1 :])
+            pad = [(0, slots - W if i == axis + 1 else 0) for i in range(len(shape))]
+            new = jnp.pad(new.reshape(shape), pad)
+            return new.reshape(*new.shape[:axis], P * slots, *new.shape[axis + 2 :])
 
         def attend_self(y: jax.Array) -> jax.Array:
             nonlocal cache
             new = self.self_attention.project_memory(y, self_mask.query_positions)
-            cache = KeysAndValues(place(cache.key, new.key, 3), place(cache.value, new.value, 2))
+            key = all_slots(new.key, 3).astype(cache.key.dtype)
+            value = all_slots(new.value, 2).astype(cache.value.dtype)
+            cache = KeysAndValues(
+                place_in_blocks(cache.key, key, index * slots),
+                lax.dynamic_update_slice_in_dim(cache.value, value, index * slots, 2),
+            )
             return self.self_attention.attend(y, cache, self_mask, bias)
 
         x = self._sublayers(x.reshape(B, P * W, D), attend_self, cross, cross_mask, None)

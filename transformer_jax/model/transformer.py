@@ -11,7 +11,15 @@ from jax import lax
 
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.layers import DecoderLayer, EncoderLayer, KeysAndValues, Norm, declare
+from transformer_jax.model.layers import (
+    DecoderLayer,
+    EncoderLayer,
+    KeysAndValues,
+    Norm,
+    declare,
+    in_blocks,
+    out_of_blocks,
+)
 from transformer_jax.model.masks import Mask
 from transformer_jax.model.positions import RelativeBias, sinusoids_at
 from transformer_jax.sharding import spread_rows
@@ -40,12 +48,14 @@ class DecodeCache(NamedTuple):
 
     def grown(self, more: int) -> "DecodeCache":
         """The same cache with room for so many tokens more."""
-        places = more * self.ancestry.shape[1]
+        slots = self.ancestry.shape[1]
         widen = lambda x, axis, n: jnp.pad(x, [(0, n if i == axis else 0) for i in range(x.ndim)])
+        longer = lambda past: KeysAndValues(
+            in_blocks(widen(out_of_blocks(past.key), 3, more * slots), slots),
+            widen(past.value, 2, more * slots),
+        )
         return self._replace(
-            past=tuple(
-                KeysAndValues(widen(p.key, 3, places), widen(p.value, 2, places)) for p in self.past
-            ),
+            past=tuple(longer(past) for past in self.past),
             ancestry=widen(self.ancestry, 2, more),
             positions=jnp.pad(self.positions, ((0, 0), (0, more)), constant_values=EMPTY),
         )
@@ -206,7 +216,7 @@ class Transformer(nn.Module):
         cross = () if memory is None else (layer.project_memory(memory) for layer in self.decoder)
         G, M, dtype = c.num_kv_heads or c.num_heads, max_len * beam_size, jnp.dtype(c.dtype)
         empty = lambda: KeysAndValues(
-            jnp.zeros((B, G, K, M), dtype), jnp.zeros((B, G, M, U), dtype)
+            in_blocks(jnp.zeros((B, G, K, M), dtype), beam_size), jnp.zeros((B, G, M, U), dtype)
         )
         return DecodeCache(
             past=tuple(empty() for _ in self.decoder),
