@@ -52,7 +52,7 @@ def test_keys_in_blocks_are_the_same_keys():
     query, key, value = random_inputs(3, H=4, M=15)
     key, value = key[:, :2], value[:, :2]  # each for two query heads
     mask = np.random.default_rng(4).random((2, 4, 15)) < 0.7
-    blocks = key.reshape(2, 2, 5, 3, -1)
+    blocks = np.swapaxes(key.reshape(2, 2, 5, 3, -1), 3, 4)
     for implementation in ("plain", "blockwise"):
         got = attention(
             query, blocks, value, Mask(explicit=mask[:, None]), implementation=implementation

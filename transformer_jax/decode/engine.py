@@ -31,8 +31,8 @@ TIMES = (16, 32, 64, 128, 256, 512)
 # Rows of a batch.
 ROWS = (1, 8, 16, 32, 48, 64, 96, 128)
 # Steps between two looks at who has ended. On a CPU a look costs nothing; elsewhere it makes the
-# device wait.
-CPU_STEPS, STEPS = 2, 8
+# device wait. Where none can leave, only a signal would be answered sooner.
+CPU_STEPS, STEPS, UNDISTURBED_STEPS = 2, 8, 32
 # A job of fewer sentences than this keeps its rows: compiling for fewer would cost more.
 COMPACT_FROM = 256
 
@@ -213,7 +213,8 @@ class _Batch:
         time = 0
         while True:
             places = state.ids.shape[2]
-            time = min(time + steps, places)
+            may_leave = self._compact and self._engine.rows(1) < len(self._owner)
+            time = min(time + (steps if may_leave else UNDISTURBED_STEPS), places)
             state = self._engine.advance(self._search, state, time)
             active = np.asarray(state.active)
             if not active.any():

@@ -6,7 +6,6 @@ cudnn       the fused kernel of NVIDIA GPUs, float16 and bfloat16
 tpu         the fused kernel of TPUs from jax.experimental.pallas
 """
 
-import math
 from typing import Any
 
 import jax
@@ -39,8 +38,8 @@ def attention(
 
     Args:
         query: [B, H, Q, K].
-        key: [B, G, M, K]; G divides H, and each key head serves H / G query heads. Or in N blocks,
-            [B, G, N, M / N, K].
+        key: [B, G, M, K]; G divides H, and each key head serves H / G query heads. Or as a
+            cache holds them, in N blocks: [B, G, N, K, M / N].
         value: [B, G, M, U], where U is d_v.
         mask: who may attend to whom.
         bias: added to the scores.
@@ -78,7 +77,15 @@ def attention(
 
 def whole(key: jax.Array) -> jax.Array:
     """Keys [B, G, M, K], whether or not they are in blocks."""
-    return key.reshape(*key.shape[:2], -1, key.shape[-1])
+    if key.ndim == 4:
+        return key
+    B, G, _, K, _ = key.shape
+    return jnp.swapaxes(key, 3, 4).reshape(B, G, -1, K)
+
+
+def _memories(key: jax.Array) -> int:
+    """M."""
+    return key.shape[2] if key.ndim == 4 else key.shape[2] * key.shape[4]
 
 
 def attention_weights(
@@ -89,7 +96,7 @@ def attention_weights(
     Keys may be in blocks, as in attention().
     """
     B, H, Q, K = query.shape
-    G, M = key.shape[1], math.prod(key.shape[2:-1])
+    G, M = key.shape[1], _memories(key)
     scores = _products((query * K**-0.5).reshape(B, G, H // G * Q, K), key).reshape(B, H, Q, M)
     if bias is not None:
         scores += bias(mask.distance(0, Q, 0, M))
@@ -103,9 +110,9 @@ def _products(query: jax.Array, key: jax.Array) -> jax.Array:
     if key.ndim == 4:
         return jnp.einsum("BGQK,BGMK->BGQM", query, key, preferred_element_type=jnp.float32)
     # The queries once for each block: one product of many small matrices.
-    B, G, N, M, K = key.shape
+    B, G, N, K, M = key.shape
     query = jnp.broadcast_to(query[:, :, None], (B, G, N, query.shape[2], K))
-    found = jnp.einsum("BGNQK,BGNMK->BGNQM", query, key, preferred_element_type=jnp.float32)
+    found = jnp.einsum("BGNQK,BGNKM->BGNQM", query, key, preferred_element_type=jnp.float32)
     return jnp.swapaxes(found, 2, 3).reshape(B, G, -1, N * M)
 
 
@@ -119,7 +126,7 @@ def _weighted_sum(weights: jax.Array, value: jax.Array) -> jax.Array:
 def _choose(
     query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None, drops: bool
 ) -> str:
-    long = max(query.shape[2], math.prod(key.shape[2:-1])) >= LONG
+    long = max(query.shape[2], _memories(key)) >= LONG
     fused = {"gpu": "cudnn", "tpu": "tpu"}.get(jax.default_backend())
     if fused and not _refusal(fused, query, mask, bias, drops) and (long or fused == "cudnn"):
         return fused

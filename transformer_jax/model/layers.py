@@ -176,7 +176,9 @@ class MultiHeadAttention(nn.Module):
         """x [B, Q, D] attends to projected keys and values: [B, Q, D]."""
         c = self.config
         query = self._rotated(self._heads(x, "query"), mask.query_positions)
-        key, value = jnp.swapaxes(memory.key, -1, -2), memory.value
+        key, value = memory
+        if key.ndim == 4:
+            key = jnp.swapaxes(key, 2, 3)
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "weights", attention_weights(query, key, mask, bias))
         if self.is_self and c.attention == "linear":
