@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 THREADS = os.cpu_count() or 1
+LIMIT = 256  # tokens of a translation, for all alike
 Decode = Callable[[list[list[int]], dict[str, Any]], list[list[int]]]
 
 
@@ -55,7 +56,7 @@ def ours(directory: Path, job: dict[str, Any]) -> Decode:
     )
 
     def decode(sources: list[list[int]], job: dict[str, Any]) -> list[list[int]]:
-        requests = [Request(ids, job["fixed"] or 256) for ids in sources]
+        requests = [Request(ids, job["fixed"] or LIMIT) for ids in sources]
         found = engine.decode(search, requests, job["batch_tokens"])
         job["log_probs"] = [some[0].log_prob for some in found]
         return [some[0].ids for some in found]
@@ -83,7 +84,7 @@ def ctranslate2(directory: Path, job: dict[str, Any], kind: str) -> Decode:
             beam_size=job["beam"],
             length_penalty=job["alpha"],
             max_batch_size=job["batch"],
-            max_decoding_length=job["fixed"] or 256,
+            max_decoding_length=job["fixed"] or LIMIT,
             min_decoding_length=job["fixed"] or 1,
             return_scores=True,
             replace_unknowns=False,
@@ -122,7 +123,7 @@ def transformers(directory: Path, job: dict[str, Any]) -> Decode:
                 num_beams=job["beam"],
                 length_penalty=job["alpha"],
                 early_stopping=True,
-                max_new_tokens=job["fixed"] or 256,
+                max_new_tokens=job["fixed"] or LIMIT,
                 min_new_tokens=job["fixed"] or None,
             )
             for i, row in zip(group, found.tolist(), strict=True):

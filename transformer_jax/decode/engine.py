@@ -92,6 +92,7 @@ class Engine:
         self._models = tuple(model for model, _ in models)
         self._params = tuple(params for _, params in models)
         self._mesh = mesh
+        self._programs = 0  # in memory at the last look
         widths = {model.config.vocab_size for model in self._models}
         if len(widths) > 1 or min(widths) < vocab_size:
             raise ConfigError(
@@ -123,7 +124,7 @@ class Engine:
             most = max(r for r in ROWS if r == 1 or r * width <= batch_tokens)
             group = [i for i in order[:most] if lengths[i] <= width]
             order = order[len(group) :]
-            _drop_programs()
+            self._drop_programs()
             batch = _Batch(self, search, [requests[i] for i in group], compact)
             for i, hypotheses in zip(group, batch.run(), strict=True):
                 results[i] = hypotheses
@@ -151,7 +152,7 @@ class Engine:
             most = max(r for r in ROWS if r == 1 or r * width <= batch_tokens)
             group = [i for i in order[:most] if widths[i] <= width]
             order = order[len(group) :]
-            _drop_programs()
+            self._drop_programs()
             rows = self.rows(len(group))
             src_ids = padded([given[i] for i in group], rows, width, self.special.pad)
             tgt_ids = padded([targets[i] for i in group], rows, width, self.special.pad)
@@ -185,6 +186,16 @@ class Engine:
         """Rows of a batch for so many sentences: a multiple of the devices that share it."""
         shards = 1 if self._mesh is None else batch_shards(self._mesh)
         return -(-rung(count, ROWS) // shards) * shards
+
+    def _drop_programs(self) -> None:
+        """Before there are too many, as when a server's callers choose options freely; those that
+        are wanted again come back from disk."""
+        count = lambda: sum(program._cache_size() for program in _PROGRAMS)
+        # Counting maps takes milliseconds where there are many: only after something was compiled.
+        if count() != self._programs and maps_run_out():
+            for program in _PROGRAMS:
+                program.clear_cache()
+        self._programs = count()
 
     def put(self, arrays: Any) -> Any:
         """Host arrays, rows first, on the devices."""
@@ -408,12 +419,7 @@ def _score(
     return jnp.take_along_axis(log_probs, tgt_ids[:, :, None], 2)[:, :, 0] * counts
 
 
-def _drop_programs() -> None:
-    """Before there are too many, as when a server's callers choose options freely; those that are
-    wanted again come back from disk."""
-    if maps_run_out():
-        for program in (_start, _advance, _finish, _grow, _take_rows, _score):
-            program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+_PROGRAMS: tuple[Any, ...] = (_start, _advance, _finish, _grow, _take_rows, _score)
 
 
 def _hypotheses(

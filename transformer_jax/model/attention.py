@@ -55,7 +55,7 @@ def attention(
     """
     drops = dropout_key is not None and dropout_rate > 0
     if implementation == "auto":
-        implementation = _choose(query, key, mask, bias, drops)
+        implementation = _choose(query, value, mask, bias, drops)
     if implementation == "plain":
         weights = attention_weights(query, key, mask, bias)
         weights = dropout(weights, dropout_rate, dropout_key)
@@ -83,11 +83,6 @@ def whole(key: jax.Array) -> jax.Array:
     return jnp.swapaxes(key, 3, 4).reshape(B, G, -1, K)
 
 
-def _memories(key: jax.Array) -> int:
-    """M."""
-    return key.shape[2] if key.ndim == 4 else key.shape[2] * key.shape[4]
-
-
 def attention_weights(
     query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None = None
 ) -> jax.Array:
@@ -96,8 +91,10 @@ def attention_weights(
     Keys may be in blocks, as in attention().
     """
     B, H, Q, K = query.shape
-    G, M = key.shape[1], _memories(key)
-    scores = _products((query * K**-0.5).reshape(B, G, H // G * Q, K), key).reshape(B, H, Q, M)
+    G = key.shape[1]
+    scores = _products((query * K**-0.5).reshape(B, G, H // G * Q, K), key)
+    M = scores.shape[3]
+    scores = scores.reshape(B, H, Q, M)
     if bias is not None:
         scores += bias(mask.distance(0, Q, 0, M))
     visible = mask.dense(Q, M)
@@ -124,9 +121,9 @@ def _weighted_sum(weights: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _choose(
-    query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None, drops: bool
+    query: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None, drops: bool
 ) -> str:
-    long = max(query.shape[2], _memories(key)) >= LONG
+    long = max(query.shape[2], value.shape[2]) >= LONG
     fused = {"gpu": "cudnn", "tpu": "tpu"}.get(jax.default_backend())
     if fused and not _refusal(fused, query, mask, bias, drops) and (long or fused == "cudnn"):
         return fused

@@ -92,8 +92,7 @@ def place_in_blocks(blocks: jax.Array, new: jax.Array, first: jax.Array) -> jax.
 
 def out_of_blocks(key: jax.Array) -> jax.Array:
     """What in_blocks() was given."""
-    B, G, _, K, _ = key.shape
-    return jnp.swapaxes(key, 2, 3).reshape(B, G, K, -1)
+    return jnp.swapaxes(whole(key), 2, 3)
 
 
 class Norm(nn.Module):
